@@ -1,0 +1,61 @@
+# Everything runs in .venv inside the checkout, made on first use and again when
+# pyproject.toml changes. `make help` lists the targets.
+
+PYTHON ?= python3
+
+# torch goes in first, on its own line, because its default build brings gigabytes of CUDA
+# libraries that no test needs. pip takes the CPU build where a configured index or
+# find-links has it. Elsewhere, point this at the CPU package index that the "get started"
+# page of PyTorch names:
+#   make test TORCH_INSTALL='torch==2.13.0 --index-url <the CPU index>'
+TORCH_INSTALL ?= torch==2.13.0
+
+# More arguments for pytest: make test ARGS='tests/unit -k footer'
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install test lint format demo torture clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+install: $(STAMP) ## make .venv with the package and everything the checks need
+
+test: lint ## lint, then run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## ruff, mypy and the import layers, one command for people and CI
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## fix and format the code the way lint asks for
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+demo: $(STAMP) ## save, flush and resume on this machine
+	$(BIN)/python examples/demo.py
+
+torture: $(STAMP) ## the long tests that kill processes and inject faults
+	$(BIN)/python -m pytest -m torture $(ARGS)
+
+clean: ## remove .venv, the caches and what the demo left
+	rm -rf $(VENV) build dist .demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is touched last: an install that was interrupted starts again.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "dcp_tiered needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "HINT: install one and run 'make PYTHON=python3.11 $(or $(MAKECMDGOALS),install)'." >&2; exit 1; }
+	@echo "installing into $(VENV), this takes a minute or two"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet $(TORCH_INSTALL)
+	$(BIN)/python -m pip install --quiet --group dev -e '.[s3]'
+	@touch $@

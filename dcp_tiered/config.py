@@ -1,0 +1,299 @@
+"""Settings: which run, which tiers, which limits. The only reader of the environment.
+
+A run is named by a URL. `tiered::s3://bucket/run42` has a durable tier, `tiered:///nvme/run42` only a
+local one, and `tiered:///nvme::s3://bucket/run42` names both. Options are given per protocol, as for
+any fsspec chain, with defaults from fsspec's config files and `FSSPEC_<PROTOCOL>_<OPTION>`.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dcp_tiered.errors import InvalidError
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_COLLAPSED = re.compile(r"([a-z][a-z0-9+.-]*):/(?!/)")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
+_SECRET_QUERY = ("?", "#")
+_EXAMPLE = "such as 'tiered::s3://bucket/run42'"
+
+FILE_PROTOCOLS = ("file", "local")
+S3_PROTOCOLS = ("s3", "s3a")
+_PUBLIC_OPTIONS = ("anon", "endpoint_url", "profile", "use_ssl")
+_PUBLIC_CLIENT_OPTIONS = ("endpoint_url", "region_name", "use_ssl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunUrl:
+    """A run's URL, taken apart. Equal runs have equal `root`."""
+
+    root: str
+    """The run root, normalised: `s3://bucket/run42`, `file:///mnt/run42` or `tiered:///nvme/run42`."""
+    protocol: str | None
+    """Of the durable tier: `s3`, `file`; None when the run is local only."""
+    path: str
+    """Below the protocol: `bucket/run42`, or an absolute path."""
+    local: str | None
+    """Local tier named in the URL itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds on waiting and on work, all in one place (I13)."""
+
+    store_check_s: float = 2.0
+    """How long a save asks the durable tier whether the id is taken before it goes on without."""
+    request_timeout_s: float = 20.0
+    """Longest silence of the store within one request."""
+    request_retry_s: float = 60.0
+    """How long one request is tried again before the error is reported."""
+    flush_retry_s_max: float = 30.0
+    """Longest pause between two tries to flush a checkpoint while its store fails."""
+    linger_s: float = 10.0
+    """How long shard files of a checkpoint that this node did not publish wait for others."""
+    idle_exit_s: float = 30.0
+    """A flusher without work ends after this."""
+    poll_s: float = 0.2
+    """How often local directories are looked at for work or for an answer."""
+    incomplete_after_s: float = 600.0
+    """How long a commit waits for packs of other nodes before status says `incomplete`."""
+    takeover_s: float = 20.0
+    """How long a new flusher waits for a running one to hand over before it is killed."""
+    inflight_bytes_max: int = 256 << 20
+    """Bytes read ahead of the copy into tensors while loading."""
+    part_bytes: int = 64 << 20
+    """Size of one request of a large upload."""
+    pack_bytes_target: int = 1 << 30
+    """Shard files of a node share a pack up to this size; larger ones are alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that turns into tiers and services; can be printed, holds secrets only in `options`."""
+
+    url: RunUrl
+    local: Path | None
+    """The local tier of this node, above all runs."""
+    options: Mapping[str, Any] = field(repr=False)
+    """Options of the durable tier's protocol, secrets included."""
+    limits: Limits = field(default_factory=Limits)
+
+    def public_options(self) -> dict[str, Any]:
+        """Return the options that may be written to disk: an allow-list without secrets."""
+        public = {key: self.options[key] for key in _PUBLIC_OPTIONS if key in self.options}
+        client = self.options.get("client_kwargs") or {}
+        chosen = {key: client[key] for key in _PUBLIC_CLIENT_OPTIONS if key in client}
+        return public | ({"client_kwargs": chosen} if chosen else {})
+
+
+def settings(
+    url: str | os.PathLike[str],
+    local: str | os.PathLike[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+    limits: Limits | None = None,
+) -> Settings:
+    """Build settings from what a user gave, what the URL says, and fsspec's configuration.
+
+    Args:
+        url: The run's URL, see the module.
+        local: The local tier; else `options["tiered"]["local"]`, else `FSSPEC_TIERED_LOCAL`.
+        options: Options by protocol, such as `{"s3": {"endpoint_url": ...}}`.
+        limits: Bounds that differ from the defaults.
+
+    Raises:
+        InvalidError: The URL or an option cannot be right.
+    """
+    run = parse_url(url)
+    given = dict(options or {})
+    known = {"tiered", *((run.protocol,) if run.protocol else ()), *_aliases(run.protocol)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise InvalidError(
+            f"options for {', '.join(unknown)}, which {run.root} does not use",
+            None,
+            run.root,
+            f"Pass options by protocol: {', '.join(sorted(known))}.",
+        )
+    tiered = _protocol_options("tiered", given)
+    durable: dict[str, Any] = {}
+    for name in _aliases(run.protocol):
+        durable |= _protocol_options(name, given)
+    return Settings(
+        url=run,
+        local=_local_path(run, local, tiered),
+        options=durable,
+        limits=limits or Limits(**(tiered.get("limits") or {})),
+    )
+
+
+def parse_url(url: str | os.PathLike[str]) -> RunUrl:
+    """Take a run's URL apart.
+
+    A trailing slash and an empty component make no difference.
+
+    Raises:
+        InvalidError: It is not a run's URL; the hint has the fix.
+    """
+    text = os.fspath(url)
+    if isinstance(text, bytes):
+        text = os.fsdecode(text)
+    _refuse_secrets(text)
+    if _CONTROL.search(text):
+        raise _invalid(text, "holds control characters or backslashes", f"Use a URL {_EXAMPLE}.")
+    collapsed = _COLLAPSED.search(text)
+    if collapsed:
+        scheme = collapsed.group(1)
+        raise _invalid(
+            text,
+            f"has '{scheme}:/' with one slash",
+            f"A Path object collapses '//': pass the URL as a str, with '{scheme}://'.",
+        )
+    head, separator, target = text.partition("::")
+    if head != "tiered" and not head.startswith("tiered://"):
+        raise _invalid(text, "does not start with 'tiered::'", f"Use a URL {_EXAMPLE}.")
+    local = _local_part(text, head)
+    if not separator:
+        if local is None:
+            raise _invalid(text, "names no run", f"Use a URL {_EXAMPLE}.")
+        return RunUrl(root=f"tiered://{local}", protocol=None, path=local, local=local)
+    if "::" in target:
+        raise _invalid(
+            text, "chains another file system behind 'tiered'", "Let the store follow 'tiered::'."
+        )
+    protocol, separator, path = target.partition("://")
+    if not separator or not _SCHEME.fullmatch(protocol):
+        raise _invalid(text, "names no protocol for the durable tier", f"Use a URL {_EXAMPLE}.")
+    if protocol in FILE_PROTOCOLS:
+        path = _absolute(text, path)
+        return RunUrl(root=f"file://{path}", protocol="file", path=path, local=local)
+    if protocol in S3_PROTOCOLS:
+        path = _bucket_path(text, path)
+        return RunUrl(root=f"s3://{path}", protocol="s3", path=path, local=local)
+    raise _invalid(
+        text,
+        f"uses protocol {protocol!r}, which is not supported",
+        "Use 's3://bucket/run' or 'file:///path/run' behind 'tiered::'.",
+    )
+
+
+def _refuse_secrets(text: str) -> None:
+    """Refuse credentials before anything else looks at the URL; the message never repeats it."""
+    authority = re.search(r"://([^/]*)@", text)
+    if authority or any(mark in text for mark in _SECRET_QUERY):
+        what = "credentials" if authority else "'?' or '#'"
+        raise InvalidError(
+            f"the run's URL holds {what}",
+            None,
+            None,
+            "Pass credentials by the environment or as options, such as s3={'key': ..., 'secret': ...};"
+            " a run's URL is a plain path.",
+        )
+
+
+def _local_part(text: str, head: str) -> str | None:
+    if head == "tiered":
+        return None
+    return _absolute(text, head.removeprefix("tiered://"))
+
+
+def _absolute(text: str, path: str) -> str:
+    if not path.startswith("/"):
+        raise _invalid(
+            text, "holds a relative path", "Use an absolute path, as in 'file:///mnt/run'."
+        )
+    return "/" + "/".join(_components(text, path))
+
+
+def _bucket_path(text: str, path: str) -> str:
+    parts = _components(text, path)
+    if not parts or not _BUCKET.fullmatch(parts[0]):
+        raise _invalid(text, "has no valid bucket name", f"Use a URL {_EXAMPLE}.")
+    if len(parts) == 1:
+        raise _invalid(
+            text, "names a whole bucket", "Add a prefix for the run, as in 's3://bucket/run42'."
+        )
+    return "/".join(parts)
+
+
+def _components(text: str, path: str) -> list[str]:
+    parts = [part for part in path.split("/") if part]
+    if any(part in (".", "..") for part in parts):
+        raise _invalid(text, "holds '.' or '..'", "Write the path out.")
+    if len(path.encode()) > 900:  # noqa: PLR2004 - S3 keys end at 1024 bytes, ours add about 120
+        raise _invalid(text, "is too long for object keys", "Use a shorter prefix.")
+    return parts
+
+
+def _invalid(text: str, what: str, hint: str) -> InvalidError:
+    return InvalidError(f"run URL {text[:300]!r} {what}", None, None, hint)
+
+
+def _local_path(
+    run: RunUrl, local: str | os.PathLike[str] | None, tiered: Mapping[str, Any]
+) -> Path | None:
+    given = [str(value) for value in (run.local, local) if value is not None]
+    if len({os.path.normpath(value) for value in given}) > 1:
+        raise InvalidError(
+            f"local tier given twice: {given[0]} in the URL and {given[1]}",
+            "local",
+            None,
+            "Give it once: in the URL or as local=.",
+        )
+    chosen = given[0] if given else tiered.get("local")
+    if not chosen:
+        return None
+    path = Path(chosen).expanduser()
+    if not path.is_absolute():
+        raise InvalidError(
+            f"local tier {str(path)!r} is a relative path",
+            "local",
+            str(path),
+            "Use an absolute path: the flusher runs in another working directory.",
+        )
+    return path
+
+
+def _protocol_options(protocol: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge fsspec's configuration for a protocol with what the user gave, which wins."""
+    import fsspec.config
+
+    from_environment: dict[str, Any] = {}
+    fsspec.config.set_conf_env(from_environment, envdict=dict(os.environ))
+    options = dict(fsspec.config.conf.get(protocol, {}))
+    options |= from_environment.get(protocol, {})
+    mine = given.get(protocol) or {}
+    if not isinstance(mine, Mapping):
+        raise InvalidError(f"options for {protocol} are not a mapping")
+    return options | dict(mine)
+
+
+def _aliases(protocol: str | None) -> tuple[str, ...]:
+    if protocol == "s3":
+        return S3_PROTOCOLS[::-1]
+    if protocol == "file":
+        return FILE_PROTOCOLS[::-1]
+    return ()
+
+
+def launch_environment() -> tuple[int | None, int | None]:
+    """Return local rank and local world size as the launcher set them, None where it did not."""
+    return _integer("LOCAL_RANK"), _integer("LOCAL_WORLD_SIZE")
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment for a flusher: ours, with an import path that does not need the cwd."""
+    import sys
+
+    paths = [os.path.abspath(path) for path in sys.path if path]  # noqa: PTH100
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def _integer(name: str) -> int | None:
+    try:
+        return int(os.environ[name])
+    except (KeyError, ValueError):
+        return None

@@ -1,0 +1,1 @@
+"""How bytes move between memory and a local file."""

@@ -1,0 +1,147 @@
+"""Tensors as bytes: what can be stored, its row-major bytes, and back into a target."""
+
+import io
+
+import torch
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from dcp_tiered.errors import InvalidError
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a name.
+
+    Raises:
+        InvalidError: This torch does not have it.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidError(
+            f"this torch {torch.__version__} has no dtype {name}",
+            None,
+            None,
+            "Install a newer torch.",
+        )
+    return dtype
+
+
+def check_item(item: WriteItem, dtypes: tuple[str, ...]) -> None:
+    """Refuse an item of a plan that has no representation among `dtypes`.
+
+    Raises:
+        InvalidError: It cannot be stored; the key is in it.
+    """
+    fqn = item.index.fqn
+    if item.type is WriteItemType.BYTE_IO:
+        return
+    if item.tensor_data is None:
+        raise InvalidError("the plan describes a tensor without its size", None, fqn)
+    properties = item.tensor_data.properties
+    if properties.layout is not torch.strided:
+        raise InvalidError(
+            f"a tensor of layout {properties.layout} cannot be stored",
+            None,
+            fqn,
+            "Convert it first, for instance with .to_dense().",
+        )
+    if dtype_name(properties.dtype) not in dtypes:
+        raise InvalidError(
+            f"dtype {properties.dtype} cannot be stored",
+            None,
+            fqn,
+            f"Use one of {', '.join(dtypes)}.",
+        )
+
+
+def check_loadable(fqn: str, data: io.BytesIO, hint: str) -> None:
+    """Refuse an object that `torch.load(weights_only=True)` refuses; leaves `data` at its start.
+
+    Raises:
+        InvalidError: It is not plain data, a tensor, or of a class that the user allowed.
+    """
+    data.seek(0)
+    try:
+        torch.load(data, weights_only=True, map_location="cpu")
+    except Exception as exc:
+        reason = " ".join(str(exc).split())[:300]
+        raise InvalidError(f"object cannot be loaded safely: {reason}", None, fqn, hint) from exc
+    finally:
+        data.seek(0)
+
+
+def plain_tensor(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return an ordinary strided CPU tensor with the values of `tensor`; copies only if it must.
+
+    Raises:
+        InvalidError: It has no values of its own that could be stored.
+    """
+    tensor = tensor.detach()
+    wait = getattr(tensor, "wait", None)
+    if type(tensor).__name__ == "AsyncCollectiveTensor" and callable(wait):
+        tensor = wait()
+    if type(tensor) not in _PLAIN:
+        if is_traceable_wrapper_subclass(tensor) or _has_no_memory(tensor):
+            raise InvalidError(
+                f"tensor subclass {type(tensor).__name__} has no bytes of its own",
+                None,
+                fqn,
+                "Save its inner tensors, for instance from a state_dict hook.",
+            )
+        tensor = tensor.as_subclass(torch.Tensor)
+    if tensor.device.type == "meta":
+        raise InvalidError(
+            "tensor is on the meta device and has no values", None, fqn, "Materialise it first."
+        )
+    if tensor.is_quantized:
+        raise InvalidError(
+            "quantized tensors cannot be stored", None, fqn, "Save int_repr() instead."
+        )
+    return tensor.cpu().resolve_conj().resolve_neg()
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the row-major bytes of a plain CPU tensor; copies only what is not contiguous."""
+    if not tensor.numel():
+        return memoryview(b"")
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())
+
+
+def box_view(
+    data: memoryview,
+    dtype: torch.dtype,
+    first: int,
+    lengths: tuple[int, ...],
+    sizes: tuple[int, ...],
+) -> torch.Tensor:
+    """Return a box of a row-major chunk as a tensor that shares memory with `data`.
+
+    Args:
+        data: Writable bytes of the chunk, from some element on.
+        dtype: Of the elements.
+        first: The box's first element, counted in elements from the start of `data`.
+        lengths: Shape of the box.
+        sizes: Shape of the chunk.
+    """
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
+    strides = [1] * len(sizes)
+    for dim in reversed(range(len(sizes) - 1)):
+        strides[dim] = strides[dim + 1] * sizes[dim + 1]
+    return flat.as_strided(lengths, strides, first)
+
+
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    if not tensor.numel() or tensor.device.type == "meta":
+        return False
+    try:
+        return not tensor.data_ptr()
+    except RuntimeError:
+        return True

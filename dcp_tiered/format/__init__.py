@@ -1,0 +1,1 @@
+"""What the bytes are: values in, bytes out. No I/O, no clock, no torch."""

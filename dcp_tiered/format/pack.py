@@ -1,0 +1,150 @@
+"""Pack: shard files of one node and checkpoint, end to end, and a footer. One durable object.
+
+Each shard file starts on a 4096-byte boundary; gaps are zeros. The footer names the shard files with
+start, length and CRC32C, from which the checksum of the whole pack follows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from awscrt.checksums import combine_crc32c, crc32c
+
+from dcp_tiered.errors import CorruptError
+from dcp_tiered.format import layout
+from dcp_tiered.format.columns import decode, encode
+from dcp_tiered.format.footer import (
+    TRAILER_BYTES,
+    VERSION,
+    Trailer,
+    check_features,
+    decode_footer,
+    decode_trailer,
+    encode_footer,
+)
+from dcp_tiered.format.shardfile import PAGE_BYTES
+
+END_MAGIC = b"DCPTPAK1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedShard:
+    """A shard file inside a pack."""
+
+    name: str
+    start: int
+    length: int
+    crc32c: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """A pack: what is in it, how long it is and what it sums to."""
+
+    name: str
+    """Relative to the checkpoint."""
+    shards: tuple[PackedShard, ...]
+    tail: bytes
+    """Footer and trailer, the last bytes of the pack."""
+    length: int
+    crc32c: int
+
+
+def plan_pack(
+    checkpoint_id: str, node: str, shards: Sequence[tuple[str, int, int]], written_by: str
+) -> Pack:
+    """Lay shard files out in one pack.
+
+    Args:
+        checkpoint_id: The checkpoint they belong to.
+        node: The node they lie on.
+        shards: Name, length in bytes and CRC32C of each.
+        written_by: Version of dcp_tiered.
+
+    Returns:
+        The pack; its bytes are those of the shard files at their starts, zeros between, and `tail`.
+    """
+    packed, cursor, crc = [], 0, 0
+    for name, length, shard_crc in shards:
+        gap = -cursor % PAGE_BYTES
+        crc = combine_crc32c(combine_crc32c(crc, crc32c(bytes(gap)), gap), shard_crc, length)
+        packed.append(PackedShard(name=name, start=cursor + gap, length=length, crc32c=shard_crc))
+        cursor += gap + length
+    rows = [[shard.name, shard.start, shard.length, shard.crc32c] for shard in packed]
+    meta = {
+        "version": VERSION,
+        "requires": [],
+        "written_by": written_by,
+        "checkpoint_id": checkpoint_id,
+        "node": node,
+        "shards": rows,
+    }
+    tail = encode_footer(encode(meta, {}), cursor, END_MAGIC)
+    name = layout.pack_name(node, layout.pack_token([shard.name for shard in packed]))
+    pack = Pack(
+        name=name,
+        shards=tuple(packed),
+        tail=tail,
+        length=cursor + len(tail),
+        crc32c=combine_crc32c(crc, crc32c(tail), len(tail)),
+    )
+    if decode_pack(name, decode_pack_trailer(tail[-TRAILER_BYTES:], pack.length), tail) != pack:
+        raise CorruptError("pack footer does not parse back")
+    return pack
+
+
+def decode_pack_trailer(data: bytes, file_length: int) -> Trailer:
+    """Decode the last 48 bytes of a pack; see `footer.decode_trailer`."""
+    return decode_trailer(data, file_length, END_MAGIC)
+
+
+def decode_pack(name: str, trailer: Trailer, tail: bytes) -> Pack:
+    """Decode footer and trailer of a pack.
+
+    Args:
+        name: Its name, relative to the checkpoint.
+        trailer: Its checked trailer.
+        tail: All bytes from the footer's start to the end.
+
+    Raises:
+        CorruptError: They are damaged or describe something that cannot be.
+        InvalidError: The pack needs a newer version.
+    """
+    meta, _ = decode(decode_footer(trailer, tail[: trailer.stored_length]))
+    check_features(meta.get("version"), meta.get("requires"), meta.get("written_by"))
+    if meta.get("node") != layout.pack_node(name):
+        raise CorruptError("pack footer names another node than the pack")
+    rows = meta.get("shards")
+    if not isinstance(rows, list):
+        raise CorruptError("pack footer lists no shard files")
+    shards, cursor, crc = [], 0, 0
+    for row in rows:
+        shard = _shard(row)
+        gap = shard.start - cursor
+        if not 0 <= gap < PAGE_BYTES or shard.start % PAGE_BYTES:
+            raise CorruptError("pack footer lists shard files that overlap or leave holes")
+        crc = combine_crc32c(
+            combine_crc32c(crc, crc32c(bytes(gap)), gap), shard.crc32c, shard.length
+        )
+        cursor = shard.start + shard.length
+        shards.append(shard)
+    if cursor != trailer.start or len({shard.name for shard in shards}) != len(shards):
+        raise CorruptError("pack footer does not cover the pack")
+    return Pack(
+        name=name,
+        shards=tuple(shards),
+        tail=tail,
+        length=trailer.start + len(tail),
+        crc32c=combine_crc32c(crc, crc32c(tail), len(tail)),
+    )
+
+
+def _shard(row: Any) -> PackedShard:
+    if not isinstance(row, list) or len(row) != 4:  # noqa: PLR2004 - name, start, length, crc
+        raise CorruptError("pack footer row is malformed")
+    name, start, length, crc = row
+    if not all(isinstance(value, int) and not isinstance(value, bool) for value in row[1:]):
+        raise CorruptError("pack footer row is malformed")
+    if start < 0 or not 0 < length < 1 << 62 or not 0 <= crc < 1 << 32:
+        raise CorruptError("pack footer row is out of range")
+    return PackedShard(name=layout.check_shard_name(name), start=start, length=length, crc32c=crc)

@@ -1,0 +1,425 @@
+"""Shard file: what one rank writes for one attempt. Placement, footer, checksums, and back.
+
+    0             magic, version u32, header length u32, header JSON, zeros up to one page
+    page-aligned  items: one of at least 64 KiB starts on a 4096-byte boundary, smaller ones follow
+                  each other at 64-byte alignment; raw row-major bytes of the logical values
+    footer        see footer.py; one row per item
+
+Each item carries CRC32C per 256 KiB block, counted from the item's start, so that a part of an item
+can be verified. Checksums of items and of the whole file follow by combination.
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from awscrt.checksums import combine_crc32c, crc32c
+
+from dcp_tiered.errors import CorruptError, InvalidError
+from dcp_tiered.format import layout
+from dcp_tiered.format.columns import (
+    Array,
+    canonical_json,
+    decode,
+    encode,
+    pack_strings,
+    parse_json,
+    take,
+    unpack_strings,
+)
+from dcp_tiered.format.footer import (
+    VERSION,
+    Trailer,
+    check_features,
+    decode_footer,
+    encode_footer,
+)
+
+PAGE_BYTES = 4096
+BLOCK_BYTES = 256 * 1024
+LARGE_BYTES = 64 * 1024
+SMALL_ALIGNMENT = 64
+END_MAGIC = b"DCPTEND1"
+_MAGIC = b"DCPTSHR1"
+_PREFIX = struct.Struct("<8sII")
+_NDIM_MAX = 64
+_TENSOR, _BYTES = 0, 1
+
+# Position is the code on disk: append only.
+_DTYPE_BYTES = {
+    "float32": 4,
+    "float64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+    "complex32": 4,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+}
+DTYPES = tuple(_DTYPE_BYTES)
+_ITEMSIZES = np.array(list(_DTYPE_BYTES.values()), dtype="i8")
+_CODES = {name: code for code, name in enumerate(DTYPES)}
+
+
+def dtype_code(name: str) -> int:
+    """Return the code on disk of a torch dtype's name, such as `bfloat16`.
+
+    Raises:
+        InvalidError: The format has no code for it.
+    """
+    code = _CODES.get(name)
+    if code is None:
+        raise InvalidError(
+            f"dtype {name} cannot be stored", None, None, f"Use one of {', '.join(DTYPES)}."
+        )
+    return code
+
+
+def dtype_bytes(code: int) -> int:
+    """Return the size in bytes of one element of a dtype code."""
+    return int(_ITEMSIZES[code])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """Who wrote a shard file."""
+
+    checkpoint_id: str
+    rank: int
+    world_size: int
+    local_world_size: int | None
+    """Ranks of the job on this node, where the launcher said so."""
+    node: str
+    token: str
+    written_by: str
+    """Version of dcp_tiered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One thing in a shard file: a chunk of a tensor, or opaque bytes when `dtype` is None."""
+
+    fqn: str
+    dtype: str | None
+    offsets: tuple[int, ...] = ()
+    """Where the chunk lies in the whole tensor, one number per dimension."""
+    sizes: tuple[int, ...] = ()
+    """Shape of the chunk."""
+    shape: tuple[int, ...] = ()
+    """Shape of the whole tensor."""
+    start: int
+    """First byte in the shard file."""
+    length: int
+    """Bytes."""
+    crcs: Sequence[int]
+    """CRC32C of each 256 KiB block, counted from `start`."""
+
+
+def encode_header(header: Header) -> bytes:
+    """Return the first page of a shard file, 4096 bytes."""
+    text = canonical_json(
+        {
+            "checkpoint_id": layout.check_checkpoint_id(header.checkpoint_id),
+            "rank": header.rank,
+            "world_size": header.world_size,
+            "local_world_size": header.local_world_size,
+            "node": header.node,
+            "token": header.token,
+            "written_by": header.written_by,
+            "requires": [],
+        }
+    )
+    page = _PREFIX.pack(_MAGIC, VERSION, len(text)) + text
+    if len(page) > PAGE_BYTES:
+        raise InvalidError("shard file header exceeds one page")
+    return page.ljust(PAGE_BYTES, b"\0")
+
+
+def decode_header(page: bytes) -> Header:
+    """Decode the first page of a shard file.
+
+    Raises:
+        CorruptError: It is not the start of one.
+        InvalidError: It needs a newer version.
+    """
+    if len(page) < PAGE_BYTES:
+        raise CorruptError("shard file is shorter than its header")
+    magic, version, length = _PREFIX.unpack_from(page)
+    if magic != _MAGIC:
+        raise CorruptError("not a shard file: wrong magic")
+    if length > PAGE_BYTES - _PREFIX.size:
+        raise CorruptError("shard file header exceeds one page")
+    fields = parse_json(page[_PREFIX.size : _PREFIX.size + length])
+    check_features(version, fields.get("requires"), fields.get("written_by"))
+    local = fields.get("local_world_size")
+    name = layout.check_shard_name(f"{fields.get('rank')}-{fields.get('token')}.shard")
+    rank = layout.shard_rank(name)
+    if rank is None or not _is_count(fields.get("world_size")):
+        raise CorruptError("shard file header has no valid rank or world size")
+    if local is not None and not _is_count(local):
+        raise CorruptError("shard file header has no valid local world size")
+    return Header(
+        checkpoint_id=layout.check_stored_id(fields.get("checkpoint_id")),
+        rank=rank,
+        world_size=fields["world_size"],
+        local_world_size=local,
+        node=layout.check_node(fields.get("node")),
+        token=str(fields["token"]),
+        written_by=str(fields.get("written_by"))[:40],
+    )
+
+
+def place(cursor: int, length: int) -> int:
+    """Return where an item of `length` bytes starts when the file ends at `cursor` so far."""
+    alignment = PAGE_BYTES if length >= LARGE_BYTES else SMALL_ALIGNMENT
+    return cursor + -cursor % alignment
+
+
+def block_count(length: int) -> int:
+    """Return how many checksummed blocks an item of `length` bytes has."""
+    return -(-length // BLOCK_BYTES)
+
+
+def item_crc(crcs: Sequence[int], length: int) -> int:
+    """Combine block checksums into the checksum of the item."""
+    total = 0
+    for number, crc in enumerate(crcs):
+        total = combine_crc32c(total, crc, min(BLOCK_BYTES, length - number * BLOCK_BYTES))
+    return total
+
+
+class Builder:
+    """Collects the items of one shard file in the order in which they are written.
+
+    The caller writes `encode_header`'s page at 0, each item at the start that `add` returns, and the
+    bytes of `finish` at `cursor`. Gaps between items read as zeros.
+    """
+
+    def __init__(self, header: Header) -> None:
+        page = encode_header(header)
+        self.cursor = len(page)
+        """Bytes so far."""
+        self.crc = crc32c(page)
+        """CRC32C of these bytes."""
+        self._items: list[Item] = []
+
+    def next_start(self, length: int) -> int:
+        """Return where the next item goes if it has `length` bytes."""
+        return place(self.cursor, length)
+
+    def add(self, item: Item) -> None:
+        """Take note of an item that lies where `next_start` said.
+
+        Raises:
+            InvalidError: It lies elsewhere or its checksums do not cover it.
+        """
+        if item.start != place(self.cursor, item.length):
+            raise InvalidError(f"item {item.fqn!r} is out of place")
+        if len(item.crcs) != block_count(item.length):
+            raise InvalidError(f"item {item.fqn!r} has {len(item.crcs)} block checksums")
+        gap = item.start - self.cursor
+        self.crc = combine_crc32c(self.crc, crc32c(bytes(gap)), gap)
+        self.crc = combine_crc32c(self.crc, item_crc(item.crcs, item.length), item.length)
+        self.cursor = item.start + item.length
+        self._items.append(item)
+
+    def finish(self) -> bytes:
+        """Return footer and trailer, parsed back before they are handed out."""
+        raw = _encode_index(self._items, self.crc)
+        parsed = parse_index(raw, self.cursor)
+        if len(parsed.fqns) != len(self._items):
+            raise CorruptError("footer does not parse back")
+        tail = encode_footer(raw, self.cursor, END_MAGIC)
+        self.crc = combine_crc32c(self.crc, crc32c(tail), len(tail))
+        self.cursor += len(tail)
+        return tail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """The checked footer of a shard file; row i of every array is about item i."""
+
+    fqns: list[str]
+    kind: Array
+    """0 tensor, 1 bytes; shape (n,), u1."""
+    dtype: Array
+    """Code; shape (n,), u1."""
+    start: Array
+    """Shape (n,), i8."""
+    length: Array
+    """Shape (n,), i8."""
+    ndim: Array
+    """Shape (n,), u1."""
+    dims: Array
+    """Offsets, sizes and global shape of every item, end to end; i8."""
+    crcs: Array
+    """Block checksums of all items, end to end; u4."""
+    crc: int
+    """CRC32C of all bytes before the footer."""
+    dims_start: Array = field(repr=False)
+    crcs_start: Array = field(repr=False)
+
+    def is_bytes(self, row: int) -> bool:
+        """Tell whether an item is opaque bytes."""
+        return bool(self.kind[row] == _BYTES)
+
+    def box(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return offsets, sizes and global shape of a tensor item."""
+        ndim, start = int(self.ndim[row]), int(self.dims_start[row])
+        flat = self.dims[start : start + 3 * ndim].tolist()
+        return tuple(flat[:ndim]), tuple(flat[ndim : 2 * ndim]), tuple(flat[2 * ndim :])
+
+    def block_crcs(self, row: int) -> Array:
+        """Return the block checksums of an item."""
+        start = int(self.crcs_start[row])
+        return self.crcs[start : start + block_count(int(self.length[row]))]
+
+
+def decode_index(trailer: Trailer, stored: bytes) -> Index:
+    """Decode and check the footer of a shard file.
+
+    Raises:
+        CorruptError: It is damaged or describes something that cannot be.
+        InvalidError: It needs a newer version.
+    """
+    return parse_index(decode_footer(trailer, stored), trailer.start)
+
+
+def file_crc(index: Index, tail: bytes) -> int:
+    """Return the checksum of a whole shard file from its index and its footer and trailer bytes."""
+    return int(combine_crc32c(index.crc, crc32c(tail), len(tail)))
+
+
+def _encode_index(items: Sequence[Item], crc: int) -> bytes:
+    names, name_lengths = pack_strings([item.fqn for item in items])
+    count = len(items)
+    dims = [number for item in items for part in _dims(item) for number in part]
+    crcs = [crc for item in items for crc in item.crcs]
+    kinds = [_BYTES if item.dtype is None else _TENSOR for item in items]
+    codes = [0 if item.dtype is None else dtype_code(item.dtype) for item in items]
+    return encode(
+        {"version": VERSION, "requires": [], "items": count, "crc32c": crc},
+        {
+            "kind": np.array(kinds, dtype="u1"),
+            "dtype": np.array(codes, dtype="u1"),
+            "start": np.array([item.start for item in items], dtype="<i8"),
+            "length": np.array([item.length for item in items], dtype="<i8"),
+            "ndim": np.array([len(item.sizes) for item in items], dtype="u1"),
+            "dims": np.array(dims, dtype="<i8"),
+            "crcs": np.array(crcs, dtype="<u4"),
+            "name_lengths": name_lengths,
+            "names": names,
+        },
+    )
+
+
+def _dims(item: Item) -> tuple[tuple[int, ...], ...]:
+    if not len(item.offsets) == len(item.sizes) == len(item.shape) <= _NDIM_MAX:
+        raise InvalidError(f"item {item.fqn!r} has dimensions that do not match")
+    return item.offsets, item.sizes, item.shape
+
+
+def parse_index(raw: bytes, footer_start: int) -> Index:
+    """Check a raw index against the file it belongs to; see `decode_index` for the errors."""
+    meta, columns = decode(raw)
+    check_features(meta.get("version"), meta.get("requires"), meta.get("written_by"))
+    count, crc = meta.get("items"), meta.get("crc32c")
+    if not _is_count(count, 0) or not _is_count(crc, 0) or crc >= 1 << 32:
+        raise CorruptError("footer has no valid item count or checksum")
+    rows = {
+        name: take(columns, name, dtype)
+        for name, dtype in (
+            ("kind", "u1"),
+            ("dtype", "u1"),
+            ("start", "i8"),
+            ("length", "i8"),
+            ("ndim", "u1"),
+        )
+    }
+    if any(len(array) != count for array in rows.values()):
+        raise CorruptError("footer columns differ in length")
+    dims, crcs = take(columns, "dims", "i8"), take(columns, "crcs", "u4")
+    _check_extents(rows["start"], rows["length"], footer_start)
+    _check_boxes(rows, dims)
+    blocks = -(-rows["length"] // BLOCK_BYTES)
+    if int(blocks.sum()) != len(crcs):
+        raise CorruptError("block checksums do not cover the items")
+    fqns = unpack_strings(
+        take(columns, "names", "u1"), take(columns, "name_lengths", "u4"), int(count)
+    )
+    return Index(
+        fqns=fqns,
+        dims=dims,
+        crcs=crcs,
+        crc=crc,
+        dims_start=_exclusive_sum(3 * rows["ndim"].astype("i8")),
+        crcs_start=_exclusive_sum(blocks),
+        **rows,
+    )
+
+
+def _check_extents(start: Array, length: Array, footer_start: int) -> None:
+    """Refuse extents that are negative, outside the item area, or overlap."""
+    if not len(start):
+        return
+    if int(start.min()) < PAGE_BYTES or int(length.min()) < 0:
+        raise CorruptError("an item starts before the item area or has a negative length")
+    if int(start.max()) > footer_start or int(length.max()) > footer_start:
+        raise CorruptError("an item reaches past the item area")
+    end = start + length  # no overflow: both are at most footer_start, which fits into a file
+    if int(end.max()) > footer_start:
+        raise CorruptError("an item reaches past the item area")
+    filled = length > 0
+    order = np.argsort(start[filled], kind="stable")
+    if np.any(start[filled][order][1:] < end[filled][order][:-1]):
+        raise CorruptError("items overlap")
+
+
+def _check_boxes(rows: dict[str, Array], dims: Array) -> None:
+    """Refuse chunks that do not lie in their tensor or whose size is not that of their extent."""
+    kind, ndim = rows["kind"], rows["ndim"]
+    if np.any(kind > _BYTES) or np.any(rows["dtype"] >= len(DTYPES)):
+        raise CorruptError("an item has a kind or dtype that this format does not know")
+    if np.any(ndim > _NDIM_MAX) or np.any(ndim[kind == _BYTES]):
+        raise CorruptError("an item has an impossible number of dimensions")
+    if int(ndim.sum(dtype="i8")) * 3 != len(dims):
+        raise CorruptError("dimensions in the footer do not add up")
+    begin = _exclusive_sum(3 * ndim.astype("i8"))
+    for value in np.unique(ndim[kind == _TENSOR]).tolist():
+        chosen = np.flatnonzero((kind == _TENSOR) & (ndim == value))
+        boxes = dims[begin[chosen][:, None] + np.arange(3 * value)].reshape(len(chosen), 3, value)
+        offsets, sizes, shape = boxes[:, 0], boxes[:, 1], boxes[:, 2]
+        if np.any(boxes < 0) or np.any(sizes > shape) or np.any(offsets > shape - sizes):
+            raise CorruptError("a chunk lies outside its tensor")
+        itemsize = _ITEMSIZES[rows["dtype"][chosen]]
+        estimate = np.prod(sizes.astype("f8"), axis=1) * itemsize
+        if np.any(estimate > math.ldexp(1.0, 62)):
+            raise CorruptError("a chunk claims an impossible size")
+        if np.any(np.prod(sizes, axis=1) * itemsize != rows["length"][chosen]):
+            raise CorruptError("a chunk's extent does not have the size of its shape")
+
+
+def _exclusive_sum(counts: Array) -> Array:
+    total: Array = np.cumsum(counts, dtype="i8") - counts
+    return total
+
+
+def _is_count(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 62

@@ -1,0 +1,134 @@
+"""The seams: what services may rely on, whatever stands behind them.
+
+Every method may be called from several threads at once. Errors are those of `errors.py`.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """What a tier knows of one object."""
+
+    key: str
+    length: int
+    """Bytes."""
+    crc32c: int | None = None
+    """Checksum of the whole object that the store computed itself, None where it keeps none."""
+
+
+class Source(Protocol):
+    """Bytes of known length and checksum that can be read again as often as a retry needs them."""
+
+    length: int
+    """Bytes."""
+    crc32c: int
+    """CRC32C of all bytes, known before they are read."""
+
+    def pread(self, length: int, start: int) -> bytes:
+        """Return exactly `length` bytes from `start`, or raise."""
+        ...
+
+
+class Tier(Protocol):
+    """A flat store of immutable objects named by keys that are relative to the run root."""
+
+    name: str
+    """`local` or `durable`."""
+    url: str
+    """For messages; holds no secret."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create a small object: when this returns it survives a crash and is visible whole.
+
+        Raises:
+            AlreadyExistsError: The key is taken, perhaps by an earlier try whose reply was lost.
+        """
+        ...
+
+    def upload(self, key: str, source: Source) -> None:
+        """Create a large object: when this returns it survives a crash and is visible whole.
+
+        A key is only ever uploaded with the same bytes, so an object that is there already and has
+        the right length and checksum is a success.
+
+        Raises:
+            CorruptError: The bytes of the source do not have the checksum they should have.
+        """
+        ...
+
+    def get(self, key: str, bytes_max: int) -> bytes:
+        """Return a small object whole.
+
+        Raises:
+            AbsentError: It is definitely not there.
+            CorruptError: It is larger than `bytes_max`.
+        """
+        ...
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `start`; no fewer bytes than asked.
+
+        Raises:
+            AbsentError: It is definitely not there.
+            CorruptError: The object ends before the buffer is full.
+        """
+        ...
+
+    def head(self, key: str) -> ObjectInfo:
+        """Return length and checksum.
+
+        Raises:
+            AbsentError: It is definitely not there.
+        """
+        ...
+
+    def list_keys(self, prefix: str) -> Iterator[str]:
+        """Yield every key below the directory `prefix`, fresh from the store, in any order."""
+        ...
+
+    def list_directories(self) -> Iterator[str]:
+        """Yield the names of the directories right below the run root, in any order."""
+        ...
+
+    def close(self) -> None:
+        """Give connections back."""
+        ...
+
+
+class StagedFile(Protocol):
+    """A file that nobody sees before it is sealed."""
+
+    path: Path
+    """The name it gets."""
+    fd: int
+
+    def seal(self) -> None:
+        """Give it its name: when this returns the file survives a crash, whole, under that name."""
+        ...
+
+
+class LocalTier(Tier, Protocol):
+    """A tier that is a directory on this node."""
+
+    root: Path
+
+    def create(self, key: str) -> AbstractContextManager[StagedFile]:
+        """Open a staged file; leaving the context without `seal` leaves nothing behind."""
+        ...
+
+
+class Engine(Protocol):
+    """Moves bytes between memory and an open file."""
+
+    def write(self, fd: int, start: int, data: memoryview) -> None:
+        """Write all of `data` at `start`, or raise `OSError`."""
+        ...
+
+    def read_into(self, fd: int, start: int, buffer: memoryview) -> int:
+        """Fill `buffer` from `start`; return the bytes read, fewer only at the end of the file."""
+        ...

@@ -1,0 +1,1 @@
+"""What should happen: values in, decisions out. No I/O, no clock."""

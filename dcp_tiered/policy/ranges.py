@@ -1,0 +1,105 @@
+"""Many small reads into few: parts of boxes that are worth one read each, and merged file ranges."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+def parts(
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    sizes: Sequence[int],
+    elements_max: int,
+    gap_max: int,
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a box of a row-major chunk into parts that are each worth one contiguous read.
+
+    Args:
+        offsets: First element of the box in the chunk, per dimension.
+        lengths: Extent of the box, per dimension.
+        sizes: Shape of the chunk.
+        elements_max: Most elements between the first and the last one of a part.
+        gap_max: Elements that may be read in vain between two contiguous runs of a part.
+
+    Yields:
+        Offsets and lengths of disjoint parts, in memory order; none for an empty box.
+    """
+    if math.prod(lengths) == 0:
+        return
+    run, gap = _run_and_gap(lengths, sizes)
+    limit = elements_max if gap <= gap_max else min(run, elements_max)
+    todo = [(tuple(offsets), tuple(lengths))]
+    while todo:
+        at, extent = todo.pop()
+        first, end = span(at, extent, sizes)
+        dim = next((d for d, length in enumerate(extent) if length > 1), None)
+        if dim is None or end - first <= limit:
+            yield at, extent
+            continue
+        stride = math.prod(sizes[dim + 1 :])
+        step = max(1, min(-(-extent[dim] // 2), limit // stride))
+        for start in reversed(range(0, extent[dim], step)):
+            part = min(step, extent[dim] - start)
+            todo.append(
+                (
+                    (*at[:dim], at[dim] + start, *at[dim + 1 :]),
+                    (*extent[:dim], part, *extent[dim + 1 :]),
+                )
+            )
+
+
+def span(offsets: Sequence[int], lengths: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
+    """Return the half-open range of elements from the first to the last one of a non-empty box."""
+    first = last = 0
+    for offset, length, size in zip(offsets, lengths, sizes, strict=True):
+        first = first * size + offset
+        last = last * size + offset + length - 1
+    return first, last + 1
+
+
+def _run_and_gap(lengths: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
+    """Return the length of a box's contiguous runs and the elements between two of them."""
+    inner = max(len(sizes) - 1, 0)
+    while inner and lengths[inner] == sizes[inner]:
+        inner -= 1
+    run = math.prod(lengths[inner:])
+    outer = next((d for d in reversed(range(inner)) if lengths[d] > 1), None)
+    return run, 0 if outer is None else math.prod(sizes[outer + 1 :]) - run
+
+
+@dataclass(frozen=True, slots=True)
+class Extent(Generic[T]):
+    """A half-open byte range of a file and what it is for."""
+
+    start: int
+    end: int
+    what: T
+
+
+def coalesce(
+    extents: Sequence[Extent[T]], gap_max: int, bytes_max: int
+) -> list[tuple[int, int, list[Extent[T]]]]:
+    """Merge byte ranges of one file into few reads.
+
+    Args:
+        extents: In any order; they may overlap.
+        gap_max: Bytes that may be read in vain between two ranges rather than asking twice.
+        bytes_max: Most bytes of a merged read; a single larger range stays whole.
+
+    Returns:
+        Start, end and the ranges inside, for every read, ordered by start.
+    """
+    reads: list[tuple[int, int, list[Extent[T]]]] = []
+    for extent in sorted(extents, key=lambda one: (one.start, one.end)):
+        if reads:
+            start, end, inside = reads[-1]
+            new_end = max(end, extent.end)
+            if extent.start <= end + gap_max and new_end - start <= bytes_max:
+                inside.append(extent)
+                reads[-1] = (start, new_end, inside)
+                continue
+        reads.append((extent.start, extent.end, [extent]))
+    return reads

@@ -1,0 +1,318 @@
+"""List, locate, publish, commit: the only code that writes manifests and records.
+
+Readers trust the highest record on the durable tier and the highest published manifest on the local
+one, nothing else (I2). Both are create-only, so "somebody was first" is settled by reading back what is
+there (I4): the same attempt is a lost reply, not a rival.
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from dcp_tiered.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptError,
+    InvalidError,
+)
+from dcp_tiered.format import layout
+from dcp_tiered.format.manifest import (
+    MANIFEST_BYTES_MAX,
+    Head,
+    Manifest,
+    decode_head,
+    encode_manifest,
+    sha256,
+)
+from dcp_tiered.format.records import (
+    RECORD_BYTES_MAX,
+    Commit,
+    Expired,
+    Record,
+    decode_record,
+    encode_record,
+    is_fenced,
+    state_of,
+)
+from dcp_tiered.interfaces import LocalTier, Tier
+from dcp_tiered.version import __version__
+
+_APPEND_TRIES_MAX = 64
+_READ_THREADS = 8
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """The highest manifest that a local tier shows for a checkpoint id."""
+
+    number: int
+    head: Head
+    data: bytes = field(repr=False)
+    """The stored bytes of the manifest."""
+    sha256: str
+
+
+class Catalog:
+    """What checkpoints there are, on both tiers of one run.
+
+    Args:
+        local: This node's tier, None when there is none.
+        durable: None for a run that is local only.
+    """
+
+    def __init__(self, local: LocalTier | None, durable: Tier | None) -> None:
+        self.local = local
+        self.durable = durable
+
+    def local_ids(self) -> list[str]:
+        """Return the checkpoint ids that this node's tier has something of."""
+        if self.local is None:
+            return []
+        return sorted(filter(layout.is_checkpoint_id, self.local.list_directories()))
+
+    def published(self, checkpoint_id: str) -> Published | None:
+        """Return the highest published manifest of an id on this node.
+
+        Raises:
+            CorruptError: It is there and damaged.
+        """
+        numbers = self._numbers(self.local, checkpoint_id, layout.published_number)
+        if not numbers or self.local is None:
+            return None
+        name = layout.published_name(max(numbers))
+        key = layout.key(checkpoint_id, name)
+        data = self.local.get(key, MANIFEST_BYTES_MAX)
+        head = _with_key("local", key, lambda: decode_head(data))
+        if head.checkpoint_id != checkpoint_id:
+            raise CorruptError(f"manifest is of {head.checkpoint_id!r}", "local", key)
+        return Published(number=max(numbers), head=head, data=data, sha256=sha256(data))
+
+    def sealed(self, checkpoint_id: str) -> list[str]:
+        """Return the names of the shard files of an id on this node."""
+        if self.local is None:
+            return []
+        names = (key.partition("/")[2] for key in self.local.list_keys(checkpoint_id))
+        return sorted(name for name in names if layout.shard_rank(name) is not None)
+
+    def publish(self, manifest: Manifest) -> Published:
+        """Make a manifest visible on the local tier: the save is over.
+
+        Raises:
+            ConflictError: Another attempt published this id in the meantime.
+        """
+        local = self._need_local()
+        head = manifest.head
+        data = encode_manifest(manifest)
+        if decode_head(data) != head:
+            raise CorruptError("manifest does not parse back", "local", head.checkpoint_id)
+        for _ in range(_APPEND_TRIES_MAX):
+            current = self.published(head.checkpoint_id)
+            if current is not None and current.head.attempt == head.attempt:
+                return current
+            if current is not None and current.head.attempt not in head.supersedes:
+                raise taken(head.checkpoint_id, "local", "published", current.head.attempt)
+            number = 1 if current is None else current.number + 1
+            try:
+                local.put(layout.key(head.checkpoint_id, layout.published_name(number)), data)
+            except AlreadyExistsError:
+                continue
+            return Published(number=number, head=head, data=data, sha256=sha256(data))
+        raise ConflictError("others keep publishing this id", "local", head.checkpoint_id)
+
+    def records(self, checkpoint_id: str, tier: Tier | None = None) -> dict[int, Record]:
+        """Return the log of an id, fresh from the durable tier (or from another one that copies it).
+
+        Raises:
+            CorruptError: A record is damaged: then nobody can say what the id is.
+        """
+        store = tier or self._need_durable()
+        numbers = self._numbers(store, checkpoint_id, layout.record_number)
+
+        def read(number: int) -> Record:
+            key = layout.key(checkpoint_id, layout.record_name(number))
+            data = store.get(key, RECORD_BYTES_MAX)
+            return _with_key(store.name, key, lambda: decode_record(data, checkpoint_id))
+
+        return dict(zip(numbers, _parallel(read, numbers), strict=True))
+
+    def state(self, checkpoint_id: str) -> Commit | Expired | None:
+        """Return what the durable tier says an id is; reads the highest records only."""
+        store = self._need_durable()
+        for number in self._numbers(store, checkpoint_id, layout.record_number)[::-1]:
+            key = layout.key(checkpoint_id, layout.record_name(number))
+            data = store.get(key, RECORD_BYTES_MAX)
+            record = _with_key(
+                store.name, key, lambda data=data: decode_record(data, checkpoint_id)
+            )
+            if isinstance(record, Commit | Expired):
+                return record
+        return None
+
+    def states(self) -> dict[str, Commit | Expired | None]:
+        """Return what every id of the run is on the durable tier; None for one without a state."""
+        ids = sorted(filter(layout.is_checkpoint_id, self._need_durable().list_directories()))
+        return dict(zip(ids, _parallel(self.state, ids), strict=True))
+
+    def noted(self, checkpoint_id: str) -> Commit | None:
+        """Return the commit of an id that this node has a copy of, without asking the store."""
+        if self.local is None:
+            return None
+        state = state_of(self.records(checkpoint_id, self.local))[1]
+        return state if isinstance(state, Commit) else None
+
+    def note(self, commit: Commit, number: int) -> None:
+        """Keep a copy of a commit that was read back from the durable tier on this node."""
+        local = self._need_local()
+        key = layout.key(commit.checkpoint_id, layout.record_name(number))
+        try:
+            local.put(key, encode_record(commit, __version__))
+        except AlreadyExistsError:
+            found = self.records(commit.checkpoint_id, local)[number]
+            if found != commit:
+                raise CorruptError("copy of a record differs from it", "local", key) from None
+
+    def manifest_of(self, commit: Commit) -> bytes:
+        """Return the stored bytes of the manifest that a commit names, checked.
+
+        Raises:
+            CorruptError: They are not the ones that were committed.
+        """
+        key = layout.key(commit.checkpoint_id, layout.manifest_name(commit.attempt))
+        if commit.manifest_length > MANIFEST_BYTES_MAX:
+            raise CorruptError("record names a manifest that is too large", "durable", key)
+        data = self._need_durable().get(key, commit.manifest_length)
+        if sha256(data) != commit.manifest_sha256:
+            raise CorruptError(
+                "manifest checksum mismatch",
+                "durable",
+                key,
+                "The object was changed after it was written; load an older checkpoint by its id.",
+            )
+        return data
+
+    def put_manifest(self, published: Published) -> None:
+        """Copy a published manifest to the durable tier, where it is pending until it is committed.
+
+        Raises:
+            ConflictError: Other bytes are there under this attempt's name.
+        """
+        durable = self._need_durable()
+        head = published.head
+        key = layout.key(head.checkpoint_id, layout.manifest_name(head.attempt))
+        try:
+            durable.put(key, published.data)
+        except AlreadyExistsError:
+            if sha256(durable.get(key, MANIFEST_BYTES_MAX)) != published.sha256:
+                raise ConflictError(
+                    "another manifest has this attempt's name", "durable", key
+                ) from None
+
+    def may_commit(self, head: Head) -> tuple[int, Commit | None]:
+        """Decide whether an attempt may be committed on top of what is there.
+
+        Returns:
+            The number of the highest record, and this attempt's own commit if it is there already.
+
+        Raises:
+            ConflictError: Another attempt is committed, or this one was declared dead.
+        """
+        records = self.records(head.checkpoint_id)
+        highest, state = state_of(records)
+        if isinstance(state, Commit):
+            if state.attempt == head.attempt:
+                return highest, state
+            if state.attempt not in head.supersedes:
+                raise taken(head.checkpoint_id, "durable", "committed", state.attempt)
+        if is_fenced(records.values(), head.attempt):
+            raise ConflictError(
+                f"attempt {head.attempt} was declared dead before it was complete",
+                "durable",
+                head.checkpoint_id,
+                "Save again; its local copy can still be loaded on this node.",
+            )
+        return highest, None
+
+    def commit(self, head: Head, make: Callable[[], Commit]) -> Commit:
+        """Append the commit of an attempt and return it as it was read back.
+
+        Args:
+            head: The attempt's manifest.
+            make: Verifies what is about to be claimed, then returns the record; called before every
+                try, since whatever made a try fail may have changed that.
+
+        Raises:
+            ConflictError: Another attempt owns the id.
+        """
+        durable = self._need_durable()
+        for _ in range(_APPEND_TRIES_MAX):
+            highest, mine = self.may_commit(head)
+            if mine is not None:
+                self.note(mine, highest)
+                return mine
+            commit = make()
+            key = layout.key(head.checkpoint_id, layout.record_name(highest + 1))
+            try:
+                durable.put(key, encode_record(commit, __version__))
+            except AlreadyExistsError:
+                continue
+        raise ConflictError(
+            "others keep appending records to this id", "durable", head.checkpoint_id
+        )
+
+    def _numbers(
+        self, tier: Tier | None, checkpoint_id: str, number_of: Callable[[str], int | None]
+    ) -> list[int]:
+        if tier is None:
+            return []
+        names = (key.partition("/")[2] for key in tier.list_keys(checkpoint_id))
+        return sorted(number for name in names if (number := number_of(name)) is not None)
+
+    def _need_local(self) -> LocalTier:
+        if self.local is None:
+            raise InvalidError("no local tier", "local", None, "Pass local='/path/on/nvme'.")
+        return self.local
+
+    def _need_durable(self) -> Tier:
+        if self.durable is None:
+            raise InvalidError(
+                "the run has no durable tier",
+                "durable",
+                None,
+                "Use a URL as 'tiered::s3://bucket/run'.",
+            )
+        return self.durable
+
+
+def taken(checkpoint_id: str, tier: str, how: str, attempt: str) -> ConflictError:
+    """Return the error for an id that another attempt owns."""
+    return ConflictError(
+        f"checkpoint {checkpoint_id!r} is {how} already, by attempt {attempt}",
+        tier,
+        checkpoint_id,
+        "Save under another checkpoint_id, or pass overwrite=True to TieredWriter to replace it.",
+    )
+
+
+def newest(states: Mapping[str, Commit | Expired | None]) -> Commit | None:
+    """Return the commit with the greatest sequence."""
+    commits = [state for state in states.values() if isinstance(state, Commit)]
+    return max(commits, key=lambda commit: commit.sequence, default=None)
+
+
+def _parallel(work: Callable[[T], R], items: list[T]) -> list[R]:
+    """Apply `work` to every item, several at once; raise the first error."""
+    if len(items) < 2:  # noqa: PLR2004 - one needs no pool
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(_READ_THREADS, "dcp-tiered-catalog") as pool:
+        return list(pool.map(work, items))
+
+
+def _with_key(tier: str, key: str, decode: Callable[[], T]) -> T:
+    """Decode something and name the object in what is raised."""
+    try:
+        return decode()
+    except (CorruptError, InvalidError) as exc:
+        raise type(exc)(exc.message, tier, key, exc.hint) from exc

@@ -1,0 +1,120 @@
+"""Start the flusher of a run: detached, once per node, with options and secrets over its stdin.
+
+A flusher outlives the trainer that started it. When the trainer is gone and a new one comes, the new
+one's flusher takes over with its own options, since credentials may have changed in between.
+"""
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from dcp_tiered.config import Limits
+from dcp_tiered.errors import UnavailableError
+from dcp_tiered.services import identity
+from dcp_tiered.services.identity import ProcessIdentity
+from dcp_tiered.services.lock import FlusherLock
+
+_log = logging.getLogger(__name__)
+_SPAWN_S_MAX = 60.0
+_START_S = 3.0
+"""A flusher that was just started has the lock after this at the latest; no second one before."""
+
+Stopped = Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a flusher is told: which run, with which options. Never written to disk."""
+
+    run_path: str
+    base_path: str
+    url: str
+    options: dict[str, Any] = field(repr=False)
+    limits: Limits
+    starter: ProcessIdentity | None = None
+
+    def to_json(self) -> bytes:
+        """Return the order as the flusher reads it."""
+        return json.dumps(asdict(self)).encode()
+
+
+def order_from_json(data: bytes) -> Order:
+    """Return the order behind what the starter sent."""
+    fields = json.loads(data)
+    fields["limits"] = Limits(**fields["limits"])
+    fields["starter"] = identity.from_json(fields["starter"])
+    return Order(**fields)
+
+
+class Keeper:
+    """Sees that a run on this node has a flusher.
+
+    Args:
+        lock: The run's flusher lock.
+        order: What to flush and how.
+        may_take_over: Whether this process may replace a flusher whose starter is gone; one rank of
+            a node does.
+        environment: Of the new process.
+    """
+
+    def __init__(
+        self,
+        lock: FlusherLock,
+        order: Order,
+        *,
+        may_take_over: bool,
+        environment: Mapping[str, str],
+    ) -> None:
+        self._lock = lock
+        self._order = order
+        self._may_take_over = may_take_over
+        self._environment = environment
+        self._started_at: float | None = None
+
+    def keep(self) -> None:
+        """Start a flusher unless one runs that was started by a process that is still alive.
+
+        Raises:
+            UnavailableError: The process cannot be started.
+        """
+        now = time.monotonic()
+        start_s = min(_START_S, self._order.limits.idle_exit_s)
+        if self._started_at is not None and now - self._started_at < start_s:
+            return
+        holder = self._lock.holder()
+        if holder is not None and not (self._may_take_over and holder.is_orphaned()):
+            return
+        self._started_at = now
+        self._start()
+
+    def _start(self) -> None:
+        mine = replace(self._order, starter=identity.current())
+        command = [sys.executable, "-P", "-m", "dcp_tiered.cli.flusher_process"]
+        try:
+            # The process detaches itself and its parent ends at once: there is no child to reap, and
+            # nothing of the trainer's (descriptors, session, process group) stays with the flusher.
+            subprocess.run(  # noqa: S603 - our own module, no shell
+                command,
+                input=mine.to_json(),
+                env=dict(self._environment),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                check=True,
+                timeout=_SPAWN_S_MAX,
+                close_fds=True,
+                start_new_session=True,
+            )
+        except (OSError, subprocess.SubprocessError) as exc:
+            path = self._order.run_path
+            raise UnavailableError(
+                f"cannot start the flusher: {type(exc).__name__}",
+                "local",
+                path,
+                f"Look at flusher.log in {path}; 'dcp-tiered flush' does its work by hand.",
+            ) from exc
+        _log.info("started a flusher for %s", self._order.url)

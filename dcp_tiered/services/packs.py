@@ -1,0 +1,114 @@
+"""Upload, verify and find packs: what stands between a sealed shard file and a commit (I1)."""
+
+from dataclasses import dataclass
+
+from awscrt.checksums import crc32c
+
+from dcp_tiered.errors import AbsentError, AlreadyExistsError, CorruptError, UnavailableError
+from dcp_tiered.format import layout
+from dcp_tiered.format.columns import canonical_json, parse_json
+from dcp_tiered.format.footer import TRAILER_BYTES
+from dcp_tiered.format.pack import Pack, decode_pack, decode_pack_trailer
+from dcp_tiered.interfaces import LocalTier, Tier
+from dcp_tiered.services.pack_source import PackSource
+
+_OK_BYTES_MAX = 1 << 16
+_READ_BACK_BYTES = 8 << 20
+_TAIL_BYTES_MAX = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class PackStore:
+    """The packs of a run on the durable tier."""
+
+    local: LocalTier
+    durable: Tier
+
+    def upload(self, checkpoint_id: str, pack: Pack) -> None:
+        """Bring a pack to the durable tier and verify it there."""
+        key = layout.key(checkpoint_id, pack.name)
+        if not self.is_verified(checkpoint_id, pack):
+            with PackSource(self.local.root / checkpoint_id, pack) as source:
+                self.durable.upload(key, source)
+            self._verify_upload(checkpoint_id, pack)
+
+    def is_verified(self, checkpoint_id: str, pack: Pack) -> bool:
+        """Tell whether the store holds exactly this pack and that has been verified.
+
+        A store that keeps a checksum of the whole object answers by itself; for any other the
+        uploader's `.ok` object counts, which it puts after reading the pack back.
+        """
+        key = layout.key(checkpoint_id, pack.name)
+        try:
+            info = self.durable.head(key)
+            if info.crc32c is None:
+                ok = self.durable.get(
+                    layout.key(checkpoint_id, layout.ok_name(pack.name)), _OK_BYTES_MAX
+                )
+                if parse_json(ok) != _ok(pack):
+                    return False
+        except AbsentError:
+            return False
+        return info.length == pack.length and info.crc32c in (None, pack.crc32c)
+
+    def find(self, checkpoint_id: str, known: dict[str, Pack]) -> None:
+        """Add to `known`, by name, the verified packs of a checkpoint that are not in it yet."""
+        for key in self.durable.list_keys(layout.key(checkpoint_id, "packs")):
+            name = key.partition("/")[2]
+            if layout.pack_node(name) is None or name in known:
+                continue
+            pack = self._read(checkpoint_id, name)
+            if pack is not None and self.is_verified(checkpoint_id, pack):
+                known[name] = pack
+
+    def _read(self, checkpoint_id: str, name: str) -> Pack | None:
+        """Return the pack behind a name from its footer, None when it cannot be one."""
+        key = layout.key(checkpoint_id, name)
+        try:
+            length = self.durable.head(key).length
+            end = bytearray(min(TRAILER_BYTES, length))
+            self.durable.read_into(key, length - len(end), memoryview(end))
+            trailer = decode_pack_trailer(bytes(end), length)
+            if length - trailer.start > _TAIL_BYTES_MAX:
+                raise CorruptError("pack footer is too large", "durable", key)
+            tail = bytearray(length - trailer.start)
+            self.durable.read_into(key, trailer.start, memoryview(tail))
+            return decode_pack(name, trailer, bytes(tail))
+        except (AbsentError, CorruptError):
+            return None
+
+    def _verify_upload(self, checkpoint_id: str, pack: Pack) -> None:
+        key = layout.key(checkpoint_id, pack.name)
+        info = self.durable.head(key)
+        if info.length != pack.length:
+            raise UnavailableError(
+                f"store has {info.length} of {pack.length} bytes",
+                "durable",
+                key,
+                "It is tried again.",
+            )
+        if info.crc32c is None:
+            self._read_back(key, pack)
+            try:
+                self.durable.put(
+                    layout.key(checkpoint_id, layout.ok_name(pack.name)), canonical_json(_ok(pack))
+                )
+            except AlreadyExistsError:
+                pass
+        elif info.crc32c != pack.crc32c:
+            raise CorruptError("store computed another checksum than ours", "durable", key)
+
+    def _read_back(self, key: str, pack: Pack) -> None:
+        crc, position = 0, 0
+        buffer = memoryview(bytearray(min(_READ_BACK_BYTES, pack.length)))
+        while position < pack.length:
+            part = buffer[: min(len(buffer), pack.length - position)]
+            self.durable.read_into(key, position, part)
+            crc = crc32c(part, crc)
+            position += len(part)
+        if crc != pack.crc32c:
+            raise CorruptError("pack reads back with other bytes than were sent", "durable", key)
+
+
+def _ok(pack: Pack) -> dict[str, int]:
+    return {"length": pack.length, "crc32c": pack.crc32c}

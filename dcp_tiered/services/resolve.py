@@ -1,0 +1,331 @@
+"""Which checkpoint to load: every rank offers what it has on its node, one rank chooses for all.
+
+An uncommitted checkpoint counts only where every rank reaches every shard file on its own node, since
+DCP spreads replicated items over the files of all ranks. Whatever is not certain stops the choice (I8):
+a store that cannot be asked is never taken for one that has nothing.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dcp_tiered.errors import (
+    AbsentError,
+    IncompleteError,
+    InvalidError,
+    NoCheckpointError,
+    TieredError,
+    UnavailableError,
+)
+from dcp_tiered.format import layout
+from dcp_tiered.format.manifest import Head
+from dcp_tiered.format.records import Commit, Expired
+from dcp_tiered.services.catalog import Catalog, Published
+
+_log = logging.getLogger(__name__)
+_NAMED_MAX = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalCopy:
+    """What one rank sees of one checkpoint on its node."""
+
+    checkpoint_id: str
+    attempt: str
+    sequence: int
+    supersedes: tuple[str, ...]
+    sha256: str
+    missing: int
+    """Shard files that are not here."""
+    noted: Commit | None
+    """This node's copy of its commit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What one rank asks for and what it sees on its node."""
+
+    requested: str | None
+    copies: tuple[LocalCopy, ...] = ()
+    unpublished: tuple[str, ...] = ()
+    """Ids with shard files and no manifest: a save that goes on, or one that died."""
+    error: TieredError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The checkpoint that all ranks load."""
+
+    checkpoint_id: str
+    attempt: str
+    sequence: int
+    sha256: str
+    """Of the manifest."""
+    commit: Commit | None
+    """None when it lies on local tiers only."""
+    manifest: bytes | None = field(default=None, repr=False)
+    """Stored bytes, None when every rank has them on its node."""
+
+
+def offer(catalog: Catalog, requested: object) -> Offer:
+    """Return what this rank has to offer; an error is an offer too, so that no rank waits in vain."""
+    try:
+        wanted = None if requested is None else layout.check_checkpoint_id(requested)
+    except TieredError as exc:
+        return Offer(requested=str(requested)[:200], error=exc)
+    try:
+        return _look(catalog, wanted)
+    except TieredError as exc:
+        return Offer(requested=wanted, error=exc)
+
+
+def choose(catalog: Catalog, offers: Sequence[Offer]) -> Choice | TieredError:
+    """Choose from all ranks' offers and the durable tier; runs on one rank.
+
+    Returns:
+        The choice, or the error that all ranks raise.
+    """
+    try:
+        return _choose(catalog, offers)
+    except TieredError as exc:
+        return exc
+
+
+def local_manifest(catalog: Catalog, choice: Choice) -> bytes:
+    """Return the chosen manifest from this node."""
+    published = catalog.published(choice.checkpoint_id)
+    if published is None or published.sha256 != choice.sha256:
+        raise UnavailableError(
+            "the chosen manifest was replaced on this node meanwhile",
+            "local",
+            choice.checkpoint_id,
+            "Load again.",
+        )
+    return published.data
+
+
+def _look(catalog: Catalog, wanted: str | None) -> Offer:
+    copies, unpublished = [], []
+    for checkpoint_id in catalog.local_ids():
+        if wanted not in (None, checkpoint_id):
+            continue
+        try:
+            published = catalog.published(checkpoint_id)
+            noted = catalog.noted(checkpoint_id)
+        except TieredError as exc:
+            # This copy is bad, and the durable tier may have another one.
+            _log.error("ignoring a damaged local checkpoint: %s", exc)
+            unpublished.append(checkpoint_id)
+            continue
+        if published is not None:
+            copies.append(_copy(catalog, published, noted))
+        elif catalog.sealed(checkpoint_id):
+            unpublished.append(checkpoint_id)
+    return Offer(requested=wanted, copies=tuple(copies), unpublished=tuple(unpublished))
+
+
+def _copy(catalog: Catalog, published: Published, noted: Commit | None) -> LocalCopy:
+    head = published.head
+    return LocalCopy(
+        checkpoint_id=head.checkpoint_id,
+        attempt=head.attempt,
+        sequence=head.sequence,
+        supersedes=head.supersedes,
+        sha256=published.sha256,
+        missing=_missing(catalog, head),
+        noted=noted if noted is not None and noted.attempt == head.attempt else None,
+    )
+
+
+def _missing(catalog: Catalog, head: Head) -> int:
+    """Count the shard files of a checkpoint that are not on this node with their length."""
+    if catalog.local is None:
+        return len(head.shards)
+    missing = 0
+    for shard in head.shards:
+        try:
+            info = catalog.local.head(layout.key(head.checkpoint_id, shard.name))
+        except AbsentError:
+            missing += 1
+        else:
+            missing += info.length != shard.length
+    return missing
+
+
+def _choose(catalog: Catalog, offers: Sequence[Offer]) -> Choice:
+    for one in offers:
+        if one.error is not None:
+            raise one.error
+    requested = {one.requested for one in offers}
+    if len(requested) > 1:
+        raise InvalidError(
+            f"ranks ask for different checkpoints: {', '.join(sorted(map(str, requested)))[:300]}",
+            None,
+            None,
+            "Pass the same checkpoint_id on all ranks.",
+        )
+    (wanted,) = requested
+    everywhere = _on_every_rank(offers)
+    states, unknown = _durable_states(catalog, wanted)
+    candidates = [
+        candidate
+        for checkpoint_id in {*states, *everywhere}
+        if (candidate := _candidate(states.get(checkpoint_id), everywhere.get(checkpoint_id)))
+    ]
+    if unknown is not None and (wanted is None or not candidates):
+        raise type(unknown)(
+            f"cannot tell which checkpoint is the newest: {unknown.message}"
+            if wanted is None
+            else unknown.message,
+            unknown.tier,
+            unknown.key,
+            _unknown_hint(candidates, unknown),
+            unknown.errno,
+        ) from unknown
+    if not candidates:
+        raise _nothing(catalog, wanted, offers, states)
+    chosen = max(candidates, key=lambda one: one.sequence)
+    _explain(chosen, offers)
+    if all(_has(one, chosen) for one in offers):
+        return chosen
+    return Choice(
+        checkpoint_id=chosen.checkpoint_id,
+        attempt=chosen.attempt,
+        sequence=chosen.sequence,
+        sha256=chosen.sha256,
+        commit=chosen.commit,
+        manifest=_manifest(catalog, chosen, offers[0]),
+    )
+
+
+def _on_every_rank(offers: Sequence[Offer]) -> dict[str, LocalCopy]:
+    """Return the attempts of which every rank has every shard file on its node, by id."""
+    found = {}
+    for copy in offers[0].copies:
+        same = [
+            other
+            for one in offers
+            for other in one.copies
+            if other.checkpoint_id == copy.checkpoint_id
+        ]
+        if len(same) == len(offers) and all(
+            other.sha256 == copy.sha256 and not other.missing for other in same
+        ):
+            found[copy.checkpoint_id] = copy
+    return found
+
+
+def _durable_states(
+    catalog: Catalog, wanted: str | None
+) -> tuple[dict[str, Commit | Expired | None], TieredError | None]:
+    """Return what the durable tier says, and the error when it cannot be asked."""
+    if catalog.durable is None:
+        return {}, None
+    try:
+        if wanted is None:
+            return catalog.states(), None
+        return {wanted: catalog.state(wanted)}, None
+    except TieredError as exc:
+        return {}, exc
+
+
+def _candidate(state: Commit | Expired | None, copy: LocalCopy | None) -> Choice | None:
+    """Return what an id can be loaded as.
+
+    The commit counts, unless the copy on all nodes is a newer attempt that replaces it.
+    """
+    if isinstance(state, Expired):
+        return None
+    if copy is not None and (
+        state is None or state.attempt == copy.attempt or state.attempt in copy.supersedes
+    ):
+        commit = state if state is not None and state.attempt == copy.attempt else copy.noted
+        return Choice(
+            checkpoint_id=copy.checkpoint_id,
+            attempt=copy.attempt,
+            sequence=copy.sequence,
+            sha256=copy.sha256,
+            commit=commit,
+        )
+    if state is None:
+        return None
+    return Choice(
+        checkpoint_id=state.checkpoint_id,
+        attempt=state.attempt,
+        sequence=state.sequence,
+        sha256=state.manifest_sha256,
+        commit=state,
+    )
+
+
+def _has(one: Offer, chosen: Choice) -> bool:
+    return any(
+        copy.checkpoint_id == chosen.checkpoint_id and copy.sha256 == chosen.sha256
+        for copy in one.copies
+    )
+
+
+def _manifest(catalog: Catalog, chosen: Choice, mine: Offer) -> bytes:
+    if _has(mine, chosen) or chosen.commit is None:
+        return local_manifest(catalog, chosen)
+    return catalog.manifest_of(chosen.commit)
+
+
+def _explain(chosen: Choice, offers: Sequence[Offer]) -> None:
+    """Say which newer checkpoints were passed over and why."""
+    newer = {
+        copy.checkpoint_id: max(one.missing for o in offers for one in o.copies)
+        for one in offers
+        for copy in one.copies
+        if copy.sequence > chosen.sequence
+    }
+    for checkpoint_id, missing in sorted(newer.items()):
+        _log.warning(
+            "passing over %s, which is newer than %s: it is not committed and not whole on every"
+            " node (up to %d shard files missing)",
+            checkpoint_id,
+            chosen.checkpoint_id,
+            missing,
+        )
+
+
+def _unknown_hint(candidates: Sequence[Choice], unknown: TieredError) -> str | None:
+    if not candidates:
+        return unknown.hint
+    newest = max(candidates, key=lambda one: one.sequence).checkpoint_id
+    return (
+        f"{unknown.hint or ''} To go on without the store, ask for the newest one that is whole on this"
+        f" job's nodes: checkpoint_id={newest!r}."
+    ).strip()
+
+
+def _nothing(
+    catalog: Catalog,
+    wanted: str | None,
+    offers: Sequence[Offer],
+    states: dict[str, Commit | Expired | None],
+) -> TieredError:
+    """Return the error for a load that finds nothing complete."""
+    where = "local" if catalog.durable is None else "durable"
+    partial = {copy.checkpoint_id for one in offers for copy in one.copies}
+    partial |= {name for one in offers for name in one.unpublished}
+    partial |= {name for name, state in states.items() if state is None and wanted is None}
+    if partial:
+        names = ", ".join(sorted(partial)[:_NAMED_MAX])
+        return IncompleteError(
+            f"only incomplete checkpoints were found: {names}",
+            where,
+            wanted,
+            "Their missing parts lie on other nodes, or their save was cut off: 'dcp-tiered status"
+            " LOCAL' on each node tells. To start over on purpose, catch IncompleteError.",
+        )
+    if wanted is not None:
+        return AbsentError(
+            f"no checkpoint {wanted!r}", where, wanted, "'dcp-tiered ls URL' lists what there is."
+        )
+    return NoCheckpointError(
+        "the run has no checkpoint",
+        where,
+        None,
+        "Start from scratch if this is a new run; otherwise check the URL and local=.",
+    )

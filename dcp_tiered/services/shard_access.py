@@ -1,0 +1,158 @@
+"""Read verified blocks of a checkpoint from the nearest copy: the local shard file, else the pack.
+
+What does not pass its checksum never leaves here (I9). A local shard file that fails once is not asked
+again by this reader: the durable copy serves instead, and the log says so.
+"""
+
+import logging
+import threading
+from typing import Any
+
+from awscrt.checksums import crc32c
+
+from dcp_tiered.errors import (
+    AbsentError,
+    CorruptError,
+    IncompleteError,
+    TieredError,
+)
+from dcp_tiered.format import layout
+from dcp_tiered.format.footer import TRAILER_BYTES, decode_trailer
+from dcp_tiered.format.manifest import Head
+from dcp_tiered.format.records import Commit
+from dcp_tiered.format.shardfile import BLOCK_BYTES, END_MAGIC, Index, decode_index
+from dcp_tiered.interfaces import LocalTier, Tier
+
+_log = logging.getLogger(__name__)
+
+
+class ShardAccess:
+    """The shard files of one checkpoint, wherever they lie.
+
+    Args:
+        head: The checkpoint's manifest.
+        commit: Where its shard files lie on the durable tier, None when it is not committed.
+        local: This node's tier, None when there is none.
+        durable: None for a run that is local only.
+    """
+
+    def __init__(
+        self, head: Head, commit: Commit | None, local: LocalTier | None, durable: Tier | None
+    ) -> None:
+        self._head = head
+        self._local = local
+        self._durable = durable
+        self._placed = {place.shard: place for place in commit.placements} if commit else {}
+        self._packs = commit.packs if commit else ()
+        self._bad: set[int] = set()
+        self._indexes: dict[int, Index] = {}
+        self._lock = threading.Lock()
+        self.bytes_read = {"local": 0, "durable": 0}
+        """Bytes read from each tier."""
+
+    def index(self, shard: int) -> Index:
+        """Return the footer of a shard file, by position in the manifest."""
+        with self._lock:
+            index = self._indexes.get(shard)
+        if index is None:
+            ref = self._head.shards[shard]
+            index = self._from_nearest(shard, ref.footer_start, ref.length, self._decode)
+            with self._lock:
+                self._indexes[shard] = index
+        return index
+
+    def read(
+        self, shard: int, start: int, end: int, wanted: list[tuple[int, int, int]]
+    ) -> memoryview:
+        """Read bytes of a shard file and verify the blocks in them that are wanted.
+
+        Args:
+            shard: Position in the manifest.
+            start: First byte in the shard file.
+            end: One past the last byte.
+            wanted: Row, first block and end block of each item's part inside the range.
+        """
+        index = self.index(shard)
+
+        def verify(_: int, data: memoryview) -> memoryview:
+            for row, first, last in wanted:
+                _check_blocks(index, row, first, last, data, start)
+            return data
+
+        return self._from_nearest(shard, start, end, verify)
+
+    def _decode(self, shard: int, data: memoryview) -> Index:
+        ref = self._head.shards[shard]
+        trailer = decode_trailer(bytes(data[-TRAILER_BYTES:]), ref.length, END_MAGIC)
+        if trailer.start != ref.footer_start:
+            raise CorruptError("footer is not where the manifest says")
+        return decode_index(trailer, bytes(data[: trailer.stored_length]))
+
+    def _from_nearest(self, shard: int, start: int, end: int, use: Any) -> Any:
+        """Read a range from the nearest copy that has it sound; raise what the last copy raised."""
+        ref = self._head.shards[shard]
+        failures: list[TieredError] = []
+        for tier, key, offset in self._copies(shard):
+            buffer = memoryview(bytearray(end - start))
+            try:
+                tier.read_into(key, offset + start, buffer)
+                result = use(shard, buffer)
+            except (AbsentError, CorruptError) as exc:
+                failures.append(type(exc)(exc.message, tier.name, exc.key or key, exc.hint))
+                if tier.name == "local":
+                    self._distrust(shard, failures[-1])
+                continue
+            with self._lock:
+                self.bytes_read[tier.name] += end - start
+            return result
+        if failures and isinstance(failures[-1], CorruptError):
+            worst = failures[-1]
+            raise CorruptError(
+                f"no sound copy of shard file {ref.name}: {worst.message}",
+                worst.tier,
+                worst.key,
+                "Load an older checkpoint by its checkpoint_id; 'dcp-tiered ls URL' lists them.",
+            )
+        raise IncompleteError(
+            f"shard file {ref.name} of {self._head.checkpoint_id} cannot be reached: it lies on node"
+            f" {ref.node} and is not on the durable tier",
+            "local",
+            ref.name,
+            "Start on that node, or load an older checkpoint by its checkpoint_id.",
+        )
+
+    def _copies(self, shard: int) -> list[tuple[Tier, str, int]]:
+        ref = self._head.shards[shard]
+        copies: list[tuple[Tier, str, int]] = []
+        with self._lock:
+            trusted = shard not in self._bad
+        if self._local is not None and trusted:
+            copies.append((self._local, layout.key(self._head.checkpoint_id, ref.name), 0))
+        place = self._placed.get(ref.name)
+        if self._durable is not None and place is not None:
+            pack = self._packs[place.pack].name
+            copies.append((self._durable, layout.key(self._head.checkpoint_id, pack), place.start))
+        return copies
+
+    def _distrust(self, shard: int, error: TieredError) -> None:
+        with self._lock:
+            if shard in self._bad:
+                return
+            self._bad.add(shard)
+        if isinstance(error, CorruptError):
+            _log.error(
+                "local copy is bad, reading the durable one: %s (remove the file to get rid of it)",
+                error,
+            )
+
+
+def _check_blocks(
+    index: Index, row: int, first: int, last: int, data: memoryview, start: int
+) -> None:
+    crcs = index.block_crcs(row)
+    item, length = int(index.start[row]), int(index.length[row])
+    for block in range(first, last):
+        at = item + block * BLOCK_BYTES - start
+        size = min(BLOCK_BYTES, length - block * BLOCK_BYTES)
+        if crc32c(data[at : at + size]) != int(crcs[block]):
+            raise CorruptError(f"checksum mismatch in {index.fqns[row]!r}, block {block}")

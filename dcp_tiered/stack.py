@@ -1,0 +1,131 @@
+"""The one place where settings become objects."""
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from dcp_tiered import config
+from dcp_tiered.config import Limits, Settings
+from dcp_tiered.errors import InvalidError
+from dcp_tiered.format import layout
+from dcp_tiered.interfaces import Tier
+from dcp_tiered.services import launcher, run_directory
+from dcp_tiered.services.catalog import Catalog
+from dcp_tiered.services.flusher import Flusher
+from dcp_tiered.services.lock import FlusherLock
+from dcp_tiered.tiers.posix import PosixTier
+from dcp_tiered.tiers.s3 import S3Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """The objects behind one run on this node."""
+
+    settings: Settings
+    local: PosixTier | None
+    durable: Tier | None
+    catalog: Catalog
+    keeper: launcher.Keeper | None
+    """None for a run that has nothing to flush from or to."""
+
+    def node(self) -> str:
+        """Return this local root's node id; note the run and the node on first use."""
+        local = self.need_local()
+        node = run_directory.open_node(local, secrets.token_hex(6))
+        url = self.settings.url
+        target = f"tiered::{url.root}" if url.protocol else url.root
+        run_directory.remember_run(local, target, self.settings.public_options())
+        return node
+
+    def need_local(self) -> PosixTier:
+        """Return the local tier.
+
+        Raises:
+            InvalidError: There is none.
+        """
+        if self.local is None:
+            raise InvalidError(
+                "no local tier is configured",
+                "local",
+                None,
+                "Pass local='/path/on/nvme', or set FSSPEC_TIERED_LOCAL.",
+            )
+        return self.local
+
+    def keep_flusher(self) -> None:
+        """Start a flusher for this run on this node unless one runs already."""
+        if self.keeper is not None:
+            self.keeper.keep()
+
+    def close(self) -> None:
+        """Give connections back."""
+        if self.durable is not None:
+            self.durable.close()
+
+
+def build(settings: Settings) -> Stack:
+    """Build the tiers of a run. Nothing is contacted yet."""
+    local = None
+    if settings.local is not None:
+        run_path = settings.local / layout.run_directory(settings.url.root)
+        local = PosixTier(run_path, settings.local, "local")
+    durable = durable_tier(settings)
+    return Stack(
+        settings=settings,
+        local=local,
+        durable=durable,
+        catalog=Catalog(local, durable),
+        keeper=_keeper(settings, local) if local and durable else None,
+    )
+
+
+def _keeper(settings: Settings, local: PosixTier) -> launcher.Keeper:
+    order = launcher.Order(
+        run_path=str(local.root),
+        base_path=str(local.base),
+        url=f"tiered::{settings.url.root}",
+        options=dict(settings.options),
+        limits=settings.limits,
+    )
+    local_rank, _ = config.launch_environment()
+    return launcher.Keeper(
+        FlusherLock(local.root),
+        order,
+        may_take_over=local_rank in (None, 0),
+        environment=config.child_environment(),
+    )
+
+
+def durable_tier(settings: Settings, limits: Limits | None = None) -> Tier | None:
+    """Build the durable tier of a run, with other bounds if wanted; None when it is local only."""
+    url, bounds = settings.url, limits or settings.limits
+    if url.protocol == "s3":
+        return S3Tier(
+            url.path,
+            settings.options,
+            request_timeout_s=bounds.request_timeout_s,
+            request_retry_s=bounds.request_retry_s,
+            part_bytes=bounds.part_bytes,
+        )
+    if url.protocol == "file":
+        root = Path(url.path)
+        return PosixTier(root, root.parent, "durable")
+    return None
+
+
+def flusher(order: launcher.Order, lock: FlusherLock, stopped: launcher.Stopped) -> Flusher:
+    """Build the flusher that an order asks for."""
+    run = config.settings(order.url, options=_by_protocol(order), limits=order.limits)
+    durable = durable_tier(run)
+    if durable is None:
+        raise InvalidError("the run has no durable tier to flush to", "durable", run.url.root)
+    local = PosixTier(Path(order.run_path), Path(order.base_path), "local")
+    node = run_directory.open_node(local, secrets.token_hex(6))
+    return Flusher(
+        local, durable, node, order.limits, lambda: stopped() or lock.asked_to_hand_over()
+    )
+
+
+def _by_protocol(order: launcher.Order) -> dict[str, dict[str, object]]:
+    protocol = config.parse_url(order.url).protocol
+    return {protocol: order.options} if protocol else {}

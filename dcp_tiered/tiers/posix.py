@@ -1,0 +1,265 @@
+"""A tier that is a directory: NVMe, Lustre, NFS. Temporary, fsync, link, fsync of the directory.
+
+An object appears by `link`, which fails when the name is taken: that makes creation exclusive on any
+POSIX file system, and no reader ever sees a part of one. Rename would replace silently.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from awscrt.checksums import crc32c
+
+from dcp_tiered.errors import (
+    AbsentError,
+    AlreadyExistsError,
+    CorruptError,
+    from_os_error,
+)
+from dcp_tiered.interfaces import ObjectInfo, Source
+
+_COPY_BYTES = 8 << 20
+_TEMPORARY = ".tmp-"
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+_FILE_MODE = 0o600
+_DIRECTORY_MODE = 0o700
+
+
+class PosixTier:
+    """Objects are files below a directory; keys are relative paths.
+
+    Args:
+        root: The directory; made when the first object is created.
+        base: A directory at or above `root` that has to be there already. A mount that is missing is
+            an error: it must neither pass for an empty tier nor be filled on the disk below it.
+        name: `local` or `durable`.
+    """
+
+    def __init__(self, root: Path, base: Path, name: str) -> None:
+        self.root = root
+        self.base = base
+        self.name = name
+        self.url = f"file://{root}"
+
+    def __repr__(self) -> str:
+        return f"PosixTier({self.name}, {self.root})"
+
+    def path(self, key: str) -> Path:
+        """Return the path of a key."""
+        return self.root / key
+
+    @contextmanager
+    def create(self, key: str) -> Iterator["_StagedFile"]:
+        """Open a staged file; leaving the context without `seal` leaves nothing behind."""
+        path = self.path(key)
+        with self._errors(path, "create a file"):
+            _make_directory(path.parent, self.base)
+            staged = _StagedFile(path, self.name)
+        try:
+            yield staged
+        finally:
+            staged.discard()
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create a small object durably; see `Tier.put`."""
+        with self.create(key) as staged:
+            with self._errors(staged.path, "write", len(data)):
+                _write_all(staged.fd, data)
+            staged.seal()
+
+    def upload(self, key: str, source: Source) -> None:
+        """Create a large object durably; see `Tier.upload`."""
+        with contextlib.suppress(AbsentError):
+            self._check_same(key, source)
+            return
+        with self.create(key) as staged:
+            crc = position = 0
+            while position < source.length:
+                data = source.pread(min(_COPY_BYTES, source.length - position), position)
+                crc = crc32c(data, crc)
+                with self._errors(staged.path, "write", source.length):
+                    _write_all(staged.fd, data)
+                position += len(data)
+            if crc != source.crc32c:
+                raise CorruptError(
+                    "bytes to copy do not have the checksum that they were saved with",
+                    "local",
+                    key,
+                    "The local copy is damaged: look at 'dmesg' for the device and save again.",
+                )
+            try:
+                staged.seal()
+            except AlreadyExistsError:
+                self._check_same(key, source)
+
+    def get(self, key: str, bytes_max: int) -> bytes:
+        """Return a small object whole; see `Tier.get`."""
+        with self._open(key) as fd:
+            length = os.fstat(fd).st_size
+            if length > bytes_max:
+                raise CorruptError(f"object of {length} bytes exceeds {bytes_max}", self.name, key)
+            data = bytearray(length)
+            self._fill(key, fd, 0, memoryview(data))
+            return bytes(data)
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `start`; see `Tier.read_into`."""
+        with self._open(key) as fd:
+            self._fill(key, fd, start, buffer)
+
+    def head(self, key: str) -> ObjectInfo:
+        """Return the length; a file system keeps no checksum."""
+        with self._errors(self.path(key), "look at"):
+            return ObjectInfo(key=key, length=self.path(key).stat().st_size)
+
+    def list_keys(self, prefix: str) -> Iterator[str]:
+        """Yield every key below a directory; see `Tier.list_keys`."""
+        top = self.path(prefix)
+        with self._errors(top, "list"):
+            os.stat(self.base)
+            for directory, _, files in os.walk(top, onerror=_raise_unless_missing):
+                for file in files:
+                    if not file.startswith(_TEMPORARY):
+                        yield str((Path(directory) / file).relative_to(self.root))
+
+    def list_directories(self) -> Iterator[str]:
+        """Yield the directories right below the root; a root that is not there has none."""
+        with self._errors(self.root, "list"):
+            os.stat(self.base)
+            try:
+                entries = list(os.scandir(self.root))
+            except FileNotFoundError:
+                return
+            yield from (entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+
+    def sweep(self, prefix: str) -> None:
+        """Remove temporaries that no living process holds."""
+        for path in self.path(prefix).glob(f"{_TEMPORARY}*"):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    @contextmanager
+    def _open(self, key: str) -> Iterator[int]:
+        with self._errors(self.path(key), "open"):
+            fd = os.open(self.path(key), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _fill(self, key: str, fd: int, start: int, buffer: memoryview) -> None:
+        done = 0
+        while done < len(buffer):
+            with self._errors(self.path(key), "read"):
+                count = os.preadv(fd, [buffer[done:]], start + done)
+            if not count:
+                raise CorruptError(f"object ends at {start + done}", self.name, key)
+            done += count
+
+    def _check_same(self, key: str, source: Source) -> None:
+        """Pass when the object that is there has the source's bytes."""
+        with self._open(key) as fd:
+            crc, position, length = 0, 0, os.fstat(fd).st_size
+            while position < length:
+                with self._errors(self.path(key), "read"):
+                    data = os.pread(fd, _COPY_BYTES, position)
+                crc = crc32c(data, crc)
+                position += len(data)
+        if (length, crc) != (source.length, source.crc32c):
+            raise CorruptError("object is there with other bytes than ours", self.name, key)
+
+    @contextmanager
+    def _errors(self, path: Path, doing: str, bytes_asked: int | None = None) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as exc:
+            if self.base.is_dir():
+                raise AbsentError("no such object", self.name, str(path)) from exc
+            raise from_os_error(exc, self.name, str(self.base), doing) from exc
+        except OSError as exc:
+            raise from_os_error(exc, self.name, str(path), doing, bytes_asked=bytes_asked) from exc
+
+
+class _StagedFile:
+    """A file without a name, or under a locked temporary one where the file system knows no other."""
+
+    def __init__(self, path: Path, tier: str) -> None:
+        self.path = path
+        self._tier = tier
+        self._temporary: Path | None = None
+        flags = os.O_RDWR | os.O_CLOEXEC
+        try:
+            self.fd = os.open(path.parent, flags | os.O_TMPFILE, _FILE_MODE)
+        except OSError as exc:
+            if exc.errno not in _NO_TMPFILE:
+                raise
+            self._temporary = path.parent / f"{_TEMPORARY}{secrets.token_hex(8)}"
+            self.fd = os.open(self._temporary, flags | os.O_CREAT | os.O_EXCL, _FILE_MODE)
+            # Held until the file has its name: a sweeper that can take it knows that we are dead.
+            fcntl.flock(self.fd, fcntl.LOCK_EX)
+
+    def seal(self) -> None:
+        """Make the file durable under its name; see `StagedFile.seal`."""
+        try:
+            # A failed fsync is never tried again: the kernel has dropped the pages and would lie.
+            os.fsync(self.fd)
+            directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                # Naming a directory makes Python call linkat, the only way to follow /proc's link.
+                source = self._temporary or f"/proc/self/fd/{self.fd}"
+                os.link(source, self.path, src_dir_fd=directory, follow_symlinks=True)
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+        except FileExistsError as exc:
+            raise AlreadyExistsError("object is there already", self._tier, str(self.path)) from exc
+        except OSError as exc:
+            raise from_os_error(exc, self._tier, str(self.path), "seal a file") from exc
+
+    def discard(self) -> None:
+        """Drop what was not sealed; a sealed file keeps its name."""
+        if self._temporary is not None:
+            with contextlib.suppress(OSError):
+                self._temporary.unlink()
+        os.close(self.fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _make_directory(path: Path, base: Path) -> None:
+    """Create a directory below `base` and sync each new one into its parent."""
+    if path == base:
+        os.stat(base)
+        return
+    if path.is_dir():
+        return
+    _make_directory(path.parent, base)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=_DIRECTORY_MODE)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _raise_unless_missing(exc: OSError) -> None:
+    if not isinstance(exc, FileNotFoundError):
+        raise exc

@@ -1,0 +1,598 @@
+"""DCP's `StorageWriter`: a save ends on this node's NVMe, the flusher carries it on.
+
+Follow one save: `reset` stores the id, `set_up_storage_writer` takes it for this save,
+`prepare_local_plan` checks what can be checked before a byte is written, `prepare_global_plan` asks
+whether the id is taken, `write_data` seals one shard file per rank, `finish` proves that nothing is
+missing and publishes the manifest. No network is touched but for one bounded question.
+"""
+
+import copy
+import io
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from awscrt.checksums import crc32c
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from dcp_tiered import config, stack
+from dcp_tiered.config import Limits
+from dcp_tiered.engines import tensors
+from dcp_tiered.engines.buffered import BufferedEngine
+from dcp_tiered.errors import (
+    ConflictError,
+    CorruptError,
+    IncompleteError,
+    InvalidError,
+    TieredError,
+    from_os_error,
+)
+from dcp_tiered.format import layout
+from dcp_tiered.format.footer import TRAILER_BYTES, decode_trailer
+from dcp_tiered.format.manifest import Chunk, Entry, Head, Manifest, ShardRef
+from dcp_tiered.format.plain import to_tagged
+from dcp_tiered.format.records import Commit
+from dcp_tiered.format.shardfile import (
+    BLOCK_BYTES,
+    DTYPES,
+    END_MAGIC,
+    Builder,
+    Header,
+    Index,
+    Item,
+    decode_index,
+    encode_header,
+)
+from dcp_tiered.interfaces import StagedFile
+from dcp_tiered.services import identity, progress
+from dcp_tiered.services.catalog import Catalog, newest, taken
+from dcp_tiered.services.progress import CheckpointStatus
+from dcp_tiered.version import __version__
+
+_log = logging.getLogger(__name__)
+
+_LEVELS = ("local", "durable")
+_UNSAFE_HINT = (
+    "Save plain data or tensors, allow its class with torch.serialization.add_safe_globals, or pass"
+    " trust_bytes=True to TieredWriter and TieredReader if you trust the storage."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardResult:
+    """What a rank tells the coordinator about its shard file; one per rank and save."""
+
+    name: str
+    node: str
+    length: int
+    crc32c: int
+    footer_start: int
+    tail: bytes
+    """Footer and trailer: the columnar index of what is in the file."""
+
+
+@dataclass(kw_only=True)
+class _Save:
+    """State of one save: fixed when it begins, never taken from an earlier one."""
+
+    checkpoint_id: str
+    rank: int
+    world_size: int
+    node: str = ""
+    supersedes: tuple[str, ...] = ()
+    last_sequence: int = 0
+    begun: float
+
+
+class TieredWriter(StorageWriter):
+    """Write DCP checkpoints to NVMe and, in the background, to a durable tier.
+
+    One writer serves many saves, `dcp.save` as well as `dcp.async_save`. It can be pickled.
+
+    Args:
+        url: The run: `tiered::s3://bucket/run42`, `tiered::file:///mnt/lustre/run42`, or
+            `tiered:///nvme/run42` for a run that stays local.
+        local: Directory on this node's NVMe; it has to exist. Default: `FSSPEC_TIERED_LOCAL`.
+        overwrite: Replace a checkpoint of the same id; a reader sees the old or the new one.
+        step: Training step for display and retention; default: the last integer in the id.
+        metadata: Plain data of yours to keep with each checkpoint.
+        trust_bytes: Save objects that `torch.load(weights_only=True)` would refuse at resume.
+        limits: Bounds that differ from the defaults.
+        **options: fsspec options by protocol, such as `s3={"endpoint_url": ...}`.
+
+    Raises:
+        InvalidError: The URL or an option cannot be right.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        local: str | os.PathLike[str] | None = None,
+        *,
+        overwrite: bool = False,
+        step: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        trust_bytes: bool = False,
+        limits: Limits | None = None,
+        **options: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self._settings = config.settings(url, local, options, limits)
+        self._overwrite = overwrite
+        self._step = step
+        self._metadata = copy.deepcopy(dict(metadata)) if metadata else {}
+        to_tagged(self._metadata, "metadata")
+        self._trust_bytes = trust_bytes
+        self._launch = identity.current().text()
+        self._requested: object = None
+        self._last_sequence = 0
+        self._save: _Save | None = None
+        self._stack = stack.build(self._settings)
+        self._stack.need_local()
+
+    def __repr__(self) -> str:
+        return f"TieredWriter({self._settings.url.root!r}, local={str(self._settings.local)!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave behind what belongs to one save or one process."""
+        return {**self.__dict__, "_save": None, "_stack": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._stack = stack.build(self._settings)
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The id of the save that is going on or was asked for last; DCP logs it."""
+        if self._save is not None:
+            return self._save.checkpoint_id
+        return None if self._requested is None else str(self._requested)
+
+    # What DCP calls, in this order.
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Store the id of the next save. DCP may call this twice, or in the middle of a save."""
+        self._requested = checkpoint_id
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
+        """Begin a save: take the id that `reset` stored, once."""
+        del is_coordinator, args
+        requested, self._requested, self._save = self._requested, None, None
+        if kwargs.get("use_collectives") is False:
+            raise InvalidError(
+                "use_collectives=False is not supported: every rank would finish a checkpoint of its own",
+                None,
+                None,
+                "Call dcp.save without use_collectives=False.",
+            )
+        if requested is None:
+            raise InvalidError(
+                "no checkpoint_id was given for this save",
+                None,
+                None,
+                "Pass one, as in dcp.save(state, checkpoint_id='step-1000', storage_writer=writer).",
+            )
+        rank, world_size = _rank_and_world()
+        self._save = _Save(
+            checkpoint_id=layout.check_checkpoint_id(requested),
+            rank=rank,
+            world_size=world_size,
+            begun=time.monotonic(),
+        )
+
+    def storage_meta(self) -> None:
+        """Return nothing: what DCP would put there is in the manifest."""
+        return
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse on this rank what could not be written, before a byte is."""
+        save = self._current()
+        local = self._stack.need_local()
+        if not local.base.is_dir() or not os.access(local.base, os.W_OK | os.X_OK):
+            reason = PermissionError(13, "Permission denied")
+            missing = FileNotFoundError(2, "No such file or directory")
+            exc = reason if local.base.is_dir() else missing
+            raise from_os_error(exc, "local", str(local.base), "save to the local tier")
+        save.node = self._stack.node()
+        for item in plan.items:
+            tensors.check_item(item, DTYPES)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Decide, for all ranks, whether this id may be saved."""
+        save = self._current()
+        catalog = self._stack.catalog
+        published = catalog.published(save.checkpoint_id)
+        supersedes: set[str] = set()
+        if published is not None:
+            if published.head.launch == self._launch and not self._overwrite:
+                raise taken(save.checkpoint_id, "local", "published", published.head.attempt)
+            supersedes |= {published.head.attempt, *published.head.supersedes}
+        noted = catalog.noted(save.checkpoint_id)
+        state, last = self._ask_durable(save.checkpoint_id)
+        for commit in (noted, state):
+            if commit is not None:
+                if not self._overwrite:
+                    raise taken(save.checkpoint_id, "durable", "committed", commit.attempt)
+                supersedes.add(commit.attempt)
+        save.supersedes = tuple(sorted(supersedes))
+        self._last_sequence = max(self._last_sequence, last, self._newest_local())
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Seal this rank's shard file; a rank without items writes none."""
+        save = self._current()
+        results = []
+        if plan.items:
+            shard = self._write_shard(save, plan, planner)
+            results.append(
+                WriteResult(
+                    index=MetadataIndex(shard.name), size_in_bytes=shard.length, storage_data=shard
+                )
+            )
+            self._keep_flusher()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Prove that every chunk and bytes entry is there exactly once, then publish the manifest."""
+        save = self._current()
+        shards = [cast("ShardResult", result.storage_data) for rank in results for result in rank]
+        sequence = max(time.time_ns(), self._last_sequence + 1)
+        head = Head(
+            checkpoint_id=save.checkpoint_id,
+            attempt=secrets.token_hex(8),
+            launch=self._launch,
+            node=save.node,
+            sequence=sequence,
+            step=self._step if self._step is not None else layout.step_of(save.checkpoint_id),
+            metadata=self._metadata,
+            supersedes=save.supersedes,
+            world_size=save.world_size,
+            written_by={"dcp_tiered": __version__, "torch": torch.__version__},
+            planner_data=metadata.planner_data,
+            shards=tuple(
+                ShardRef(
+                    name=shard.name,
+                    node=shard.node,
+                    length=shard.length,
+                    crc32c=shard.crc32c,
+                    footer_start=shard.footer_start,
+                )
+                for shard in shards
+            ),
+        )
+        entries = _entries(metadata, [_index_of(shard) for shard in shards])
+        published = self._stack.catalog.publish(Manifest(head=head, entries=entries))
+        self._last_sequence = sequence
+        self._keep_flusher()
+        _log.info(
+            "local: %s, step %s, %d bytes in %d shard files, %.2f s",
+            save.checkpoint_id,
+            head.step,
+            published.head.bytes_stored(),
+            len(shards),
+            time.monotonic() - save.begun,
+        )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether DCP may use this text as a checkpoint id with this writer."""
+        return isinstance(checkpoint_id, str) and layout.is_checkpoint_id(checkpoint_id)
+
+    # What users call.
+
+    def wait(self, level: str, checkpoint_id: str, *, timeout_s: float = 600.0) -> None:
+        """Block until a checkpoint is `local` (on this node's tier) or `durable` (committed).
+
+        Args:
+            level: `local` or `durable`.
+            checkpoint_id: The id given to `dcp.save` or `dcp.async_save`.
+            timeout_s: Longest wait, seconds.
+
+        Raises:
+            ConflictError: Another job committed this id first.
+            InvalidError: The durable tier refuses: a wrong bucket or key, say.
+            UnavailableError: The time is over; the message holds what the flusher last met.
+        """
+        if level not in _LEVELS:
+            raise InvalidError(f"level {level!r} is not one of {', '.join(_LEVELS)}")
+        if level == "durable" and self._stack.durable is None:
+            raise InvalidError(
+                "this run has no durable tier",
+                "durable",
+                None,
+                "Use a URL as 'tiered::s3://bucket/run'.",
+            )
+        progress.wait(
+            self._stack.catalog,
+            self._stack.need_local(),
+            level,
+            layout.check_checkpoint_id(checkpoint_id),
+            _rank_and_world()[0],
+            timeout_s=timeout_s,
+            poll_s=self._settings.limits.poll_s,
+            keep_flusher=self._stack.keep_flusher,
+        )
+
+    def status(self) -> list[CheckpointStatus]:
+        """Return how far each checkpoint on this node is, oldest first."""
+        return progress.status(self._stack.catalog, self._stack.need_local())
+
+    def close(self) -> None:
+        """Give connections back. The flusher goes on by itself."""
+        self._stack.close()
+
+    def __enter__(self) -> "TieredWriter":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # How.
+
+    def _current(self) -> _Save:
+        if self._save is None:
+            raise InvalidError("no save is going on: DCP did not call set_up_storage_writer")
+        return self._save
+
+    def _keep_flusher(self) -> None:
+        """See that a flusher runs; a save that is safe on NVMe does not fail because it does not."""
+        try:
+            self._stack.keep_flusher()
+        except TieredError as exc:
+            _log.error("the checkpoint is local and nobody uploads it: %s", exc)
+
+    def _newest_local(self) -> int:
+        """Return the greatest sequence seen on this node; a damaged manifest does not stop a save."""
+        catalog, last = self._stack.catalog, 0
+        for checkpoint_id in catalog.local_ids():
+            try:
+                published = catalog.published(checkpoint_id)
+            except TieredError as exc:
+                _log.warning("ignoring a damaged local checkpoint: %s", exc)
+                continue
+            last = max(last, published.head.sequence if published else 0)
+        return last
+
+    def _ask_durable(self, checkpoint_id: str) -> tuple[Commit | None, int]:
+        """Return the id's commit and, on the first save, the greatest sequence of the run.
+
+        The durable tier has two seconds to answer. A save does not depend on it: what is missed here
+        comes up as a conflict when the flusher commits.
+        """
+        limits = self._settings.limits
+        quick = Limits(request_timeout_s=limits.store_check_s, request_retry_s=0.0)
+        tier = stack.durable_tier(self._settings, quick)
+        if tier is None:
+            return None, 0
+        first = self._last_sequence == 0
+        answer: list[tuple[Commit | None, int]] = []
+        failure: list[Exception] = []
+
+        def ask() -> None:
+            catalog = Catalog(None, tier)
+            try:
+                state = catalog.state(checkpoint_id)
+                last = newest(catalog.states()) if first else None
+                commit = state if isinstance(state, Commit) else None
+                answer.append((commit, last.sequence if last else 0))
+            except Exception as exc:  # noqa: BLE001 - whatever it is, the save goes on
+                failure.append(exc)
+            finally:
+                tier.close()
+
+        thread = threading.Thread(target=ask, name="dcp-tiered-ask", daemon=True)
+        thread.start()
+        thread.join(limits.store_check_s)
+        if answer:
+            return answer[0]
+        reason = failure[0] if failure else f"no answer within {limits.store_check_s:g} s"
+        _log.warning(
+            "saving %s without knowing whether it is on the durable tier already: %s",
+            checkpoint_id,
+            reason,
+        )
+        return None, 0
+
+    def _write_shard(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> ShardResult:
+        token = secrets.token_hex(8)
+        name = layout.shard_name(save.rank, token)
+        header = Header(
+            checkpoint_id=save.checkpoint_id,
+            rank=save.rank,
+            world_size=save.world_size,
+            local_world_size=config.launch_environment()[1],
+            node=save.node,
+            token=token,
+            written_by=__version__,
+        )
+        local = self._stack.need_local()
+        with local.create(layout.key(save.checkpoint_id, name)) as staged:
+            sink = _Sink(staged, header)
+            for item in sorted(plan.items, key=_write_order):
+                self._write_item(sink, item, planner)
+            footer_start, tail = sink.finish()
+            staged.seal()
+        return ShardResult(
+            name=name,
+            node=save.node,
+            length=sink.builder.cursor,
+            crc32c=sink.builder.crc,
+            footer_start=footer_start,
+            tail=tail,
+        )
+
+    def _write_item(self, sink: "_Sink", item: WriteItem, planner: SavePlanner) -> None:
+        """Resolve an item, write its bytes, and let go of them."""
+        data = planner.resolve_data(item)
+        if item.type is WriteItemType.BYTE_IO:
+            raw = cast("io.BytesIO", data).getbuffer()
+            if not self._trust_bytes:
+                tensors.check_loadable(item.index.fqn, cast("io.BytesIO", data), _UNSAFE_HINT)
+            sink.add(raw, fqn=item.index.fqn, dtype=None)
+            return
+        tensor = cast("torch.Tensor", data)
+        described = item.tensor_data
+        if described is None:
+            raise InvalidError("the plan describes a tensor without its size", None, item.index.fqn)
+        sizes = tuple(described.chunk.sizes)
+        plain = tensors.plain_tensor(item.index.fqn, tensor)
+        if tuple(plain.shape) != sizes or plain.dtype != described.properties.dtype:
+            raise InvalidError(
+                f"tensor is {plain.dtype} of shape {tuple(plain.shape)} where the plan says"
+                f" {described.properties.dtype} of shape {sizes}",
+                None,
+                item.index.fqn,
+                "The state changed between planning and writing: do not step while a save runs.",
+            )
+        sink.add(
+            tensors.as_bytes(plain),
+            fqn=item.index.fqn,
+            dtype=tensors.dtype_name(plain.dtype),
+            offsets=tuple(described.chunk.offsets),
+            sizes=sizes,
+            shape=tuple(described.size),
+        )
+
+
+class _Sink:
+    """Writes items one after another into a staged file and sums them while they are at hand."""
+
+    def __init__(self, staged: StagedFile, header: Header) -> None:
+        self.builder = Builder(header)
+        self._staged = staged
+        self._engine = BufferedEngine()
+        self._write(memoryview(encode_header(header)), 0)
+
+    def add(self, data: memoryview, **description: Any) -> None:
+        """Write one item; `data` is flat bytes."""
+        start = self.builder.next_start(len(data))
+        crcs = []
+        for block in range(0, len(data), BLOCK_BYTES):
+            part = data[block : block + BLOCK_BYTES]
+            crcs.append(crc32c(part))
+        self._write(data, start)
+        self.builder.add(Item(start=start, length=len(data), crcs=crcs, **description))
+
+    def finish(self) -> tuple[int, bytes]:
+        """Write the footer; return where it starts and its bytes."""
+        footer_start = self.builder.cursor
+        tail = self.builder.finish()
+        self._write(memoryview(tail), footer_start)
+        return footer_start, tail
+
+    def _write(self, data: memoryview, start: int) -> None:
+        path = str(self._staged.path)
+        try:
+            self._engine.write(self._staged.fd, start, data)
+        except OSError as exc:
+            raise from_os_error(
+                exc, "local", path, "write a shard file", bytes_asked=start + len(data)
+            ) from exc
+
+
+def _rank_and_world() -> tuple[int, int]:
+    """Return global rank and world size; a failed look-up raises rather than passing for rank 0."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _write_order(item: WriteItem) -> tuple[int, int]:
+    """Large tensors first, small ones packed behind them, opaque bytes last."""
+    if item.tensor_data is None:
+        return 1, 0
+    chunk = item.tensor_data.chunk
+    size = chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+    return 0, -size
+
+
+def _index_of(shard: ShardResult) -> Index:
+    trailer = decode_trailer(shard.tail[-TRAILER_BYTES:], shard.length, END_MAGIC)
+    return decode_index(trailer, shard.tail[: trailer.stored_length])
+
+
+def _entries(metadata: Metadata, indexes: list[Index]) -> list[Entry]:
+    """Match DCP's metadata with what the ranks sealed, one to one.
+
+    Raises:
+        IncompleteError: Something is planned and was not written.
+        ConflictError: Something was written twice.
+        CorruptError: Something was written that is not what was planned.
+    """
+    written: dict[tuple[str, tuple[int, ...] | None], tuple[int, int]] = {}
+    for shard, index in enumerate(indexes):
+        for row, fqn in enumerate(index.fqns):
+            key = (fqn, None if index.is_bytes(row) else index.box(row)[0])
+            if key in written:
+                raise ConflictError("written by two ranks", "local", f"{fqn} at {key[1]}")
+            written[key] = (shard, row)
+    entries = []
+    for fqn, described in metadata.state_dict_metadata.items():
+        if isinstance(described, BytesStorageMetadata):
+            shard, row = _written(written, fqn, None)
+            chunk = Chunk(offsets=(), sizes=(), shard=shard, row=row)
+            entries.append(Entry(fqn=fqn, dtype=None, chunks=(chunk,)))
+        else:
+            entries.append(_tensor_entry(fqn, described, written, indexes))
+    if written:
+        fqn, offsets = next(iter(written))
+        raise CorruptError("written and not planned", "local", f"{fqn} at {offsets}")
+    return entries
+
+
+def _tensor_entry(
+    fqn: str,
+    described: TensorStorageMetadata,
+    written: dict[tuple[str, tuple[int, ...] | None], tuple[int, int]],
+    indexes: list[Index],
+) -> Entry:
+    shape, dtype = tuple(described.size), tensors.dtype_name(described.properties.dtype)
+    chunks = []
+    for chunk in described.chunks:
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        shard, row = _written(written, fqn, offsets)
+        index = indexes[shard]
+        if (*index.box(row)[1:], DTYPES[index.dtype[row]]) != (sizes, shape, dtype):
+            raise CorruptError("a chunk differs from its plan", "local", f"{fqn} at {offsets}")
+        chunks.append(Chunk(offsets=offsets, sizes=sizes, shard=shard, row=row))
+    return Entry(
+        fqn=fqn,
+        dtype=dtype,
+        shape=shape,
+        requires_grad=described.properties.requires_grad,
+        chunks=tuple(chunks),
+    )
+
+
+def _written(
+    written: dict[tuple[str, tuple[int, ...] | None], tuple[int, int]],
+    fqn: str,
+    offsets: tuple[int, ...] | None,
+) -> tuple[int, int]:
+    found = written.pop((fqn, offsets), None)
+    if found is None:
+        raise IncompleteError(
+            "planned and not written by any rank",
+            "local",
+            f"{fqn} at {offsets}",
+            "If plan caching is on, the structure of the state changed between saves: turn it off.",
+        )
+    return found
