@@ -27,7 +27,6 @@ class Block(nn.Module):
     """Pre-norm transformer block: causal self-attention, then an MLP."""
 
     def __init__(self, shape: Shape) -> None:
-        """Build the block."""
         super().__init__()
         self.heads = shape.heads
         self.norm_attention = nn.LayerNorm(shape.width)
@@ -43,14 +42,17 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, width per head)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.mix(attended.transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+        mlp: torch.Tensor = self.down(F.gelu(self.up(self.norm_mlp(x))))
+        return x + mlp
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer whose output layer is its token embedding."""
+    """Decoder-only transformer whose output layer is its token embedding.
+
+    Its first weights are drawn from torch's default generator.
+    """
 
     def __init__(self, shape: Shape) -> None:
-        """Build the model with weights drawn from torch's default generator."""
         super().__init__()
         self.token = nn.Embedding(shape.vocabulary, shape.width)
         self.position = nn.Embedding(shape.context, shape.width)
@@ -82,7 +84,6 @@ class Corpus:
     """
 
     def __init__(self, seed: int, context: int) -> None:
-        """Read the sources."""
         paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         text = bytearray(b"".join(path.read_bytes() for path in paths))
         self._tokens = torch.frombuffer(text, dtype=torch.uint8)
@@ -94,6 +95,6 @@ class Corpus:
         return torch.stack([self._sequence(step, index) for index in indices]).long()
 
     def _sequence(self, step: int, index: int) -> torch.Tensor:
-        draw = random.Random(f"{self._seed}/{step}/{index}")  # noqa: S311 - no secret
+        draw = random.Random(f"{self._seed}/{step}/{index}")
         start = draw.randrange(len(self._tokens) - self._length)
         return self._tokens[start : start + self._length]

