@@ -124,7 +124,8 @@ class Trainer:
     def __init__(self, phase: Phase, store: SeaweedS3, run: str, *, save_every: int) -> None:
         self.phase = phase
         self._began = time.monotonic()
-        self._step_ended = self._began
+        self._line_seen = self._began
+        self._step_s = 0.0
         threads = max(1, len(os.sched_getaffinity(0)) // phase.ranks)
         environment = {
             "AWS_ACCESS_KEY_ID": store.access_key,
@@ -167,7 +168,8 @@ class Trainer:
             seen = len(phase.lines)
             phase.read_metrics()
             if len(phase.lines) > seen:
-                self._step_ended = time.monotonic()
+                now = time.monotonic()
+                self._step_s, self._line_seen = now - self._line_seen, now
                 last = phase.lines[-1]
                 loss = f"loss {last['loss']:.4f}" if "loss" in last else f"from {phase.resumed}"
                 progress.update(task, completed=last["step"], loss=loss)
@@ -186,9 +188,7 @@ class Trainer:
     def kill_within_step(self, progress: Progress) -> None:
         """SIGKILL torchrun and every rank at a random instant of the step that is running."""
         phase = self.phase
-        step_s = (self._step_ended - self._began) / max(1, len(phase.losses))
-        fraction = random.uniform(0.1, 0.9)
-        time.sleep(fraction * min(step_s, 0.5))
+        time.sleep(random.uniform(0.1, 0.9) * self._step_s)
         self.kill()
         phase.read_metrics()
         last = max(phase.losses)
@@ -198,11 +198,13 @@ class Trainer:
         )
 
     def kill(self) -> None:
-        """SIGKILL torchrun and every rank.
+        """SIGKILL torchrun and every rank, if they still run.
 
         torchrun gives each rank a process group of its own. The flusher is in none of these
         groups: it has a session of its own and lives on.
         """
+        if self._process.poll() is not None:
+            return
         groups = [self._process.pid, *children(self._process.pid)]
         for group in groups:
             with contextlib.suppress(ProcessLookupError):
@@ -313,13 +315,16 @@ class Demo:
         check(phase.resumed is None, f"a fresh run resumed from {phase.resumed}")
 
     def resume_from_local(self) -> None:
-        """Go on from the last save; kill again once a save of this phase is durable."""
+        """Go on from the last save; kill again once a save of this phase is durable.
+
+        Whether the second save gets there before the node is lost is a race, as in real life.
+        """
         with self.trainer("local", RANKS) as trainer:
             phase = trainer.phase
             trainer.follow(
                 self.progress,
                 lambda: (
-                    len(phase.saves) > 0
+                    len(phase.saves) > 1
                     and between_saves(phase)
                     and not set(phase.saves).isdisjoint(self.bucket.durable())
                 ),
@@ -369,7 +374,7 @@ class Demo:
             yield trainer
         finally:
             trainer.kill()
-            phase.bytes_from_s3 = self.store.bytes_sent(BUCKET) - before
+        phase.bytes_from_s3 = self.store.bytes_sent(BUCKET) - before
 
     def check_resumed(self, expected: str) -> None:
         """Check that the newest phase went on from the expected checkpoint, at the step after."""
