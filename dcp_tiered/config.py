@@ -1,10 +1,11 @@
 """Settings: which run, which tiers, which limits. The only reader of the environment.
 
-A run is named by a URL. `tiered::s3://bucket/run42` has a durable tier, `tiered:///nvme/run42` only a
-local one, and `tiered:///nvme::s3://bucket/run42` names both. Options are given per protocol, as for
-any fsspec chain, with defaults from fsspec's config files and `FSSPEC_<PROTOCOL>_<OPTION>`.
+A run is named by a URL. `tiered::s3://bucket/run42` has a durable tier, `tiered:///nvme/run42` only
+a local one, and `tiered:///nvme::s3://bucket/run42` names both. Options are given per protocol, as
+for any fsspec chain, with defaults from fsspec's config files and `FSSPEC_<PROTOCOL>_<OPTION>`.
 """
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _COLLAPSED = re.compile(r"([a-z][a-z0-9+.-]*):/(?!/)")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
+_CREDENTIALS = re.compile(r"://[^/]*@|[^/]:[^/]*@")
 _SECRET_QUERY = ("?", "#")
 _EXAMPLE = "such as 'tiered::s3://bucket/run42'"
 
@@ -32,7 +34,7 @@ class RunUrl:
     """A run's URL, taken apart. Equal runs have equal `root`."""
 
     root: str
-    """The run root, normalised: `s3://bucket/run42`, `file:///mnt/run42` or `tiered:///nvme/run42`."""
+    """Normalised: `s3://bucket/run42`, `file:///mnt/run42` or `tiered:///nvme/run42`."""
     protocol: str | None
     """Of the durable tier: `s3`, `file`; None when the run is local only."""
     path: str
@@ -73,7 +75,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that turns into tiers and services; can be printed, holds secrets only in `options`."""
+    """Everything that turns into tiers and services; secrets are in `options` only, unprinted."""
 
     url: RunUrl
     local: Path | None
@@ -118,15 +120,14 @@ def settings(
             run.root,
             f"Pass options by protocol: {', '.join(sorted(known))}.",
         )
-    tiered = _protocol_options("tiered", given)
-    durable: dict[str, Any] = {}
-    for name in _aliases(run.protocol):
-        durable |= _protocol_options(name, given)
+    tiered = _protocol_options(("tiered",), given)
+    durable = _protocol_options(_aliases(run.protocol), given)
+    _refuse_secret_endpoint(durable)
     return Settings(
         url=run,
         local=_local_path(run, local, tiered),
         options=durable,
-        limits=limits or Limits(**(tiered.get("limits") or {})),
+        limits=limits or _limits(tiered.get("limits") or {}),
     )
 
 
@@ -182,16 +183,31 @@ def parse_url(url: str | os.PathLike[str]) -> RunUrl:
 
 def _refuse_secrets(text: str) -> None:
     """Refuse credentials before anything else looks at the URL; the message never repeats it."""
-    authority = re.search(r"://([^/]*)@", text)
+    authority = _CREDENTIALS.search(text)
     if authority or any(mark in text for mark in _SECRET_QUERY):
         what = "credentials" if authority else "'?' or '#'"
         raise InvalidError(
             f"the run's URL holds {what}",
             None,
             None,
-            "Pass credentials by the environment or as options, such as s3={'key': ..., 'secret': ...};"
-            " a run's URL is a plain path.",
+            "Pass credentials by the environment or as options, such as"
+            " s3={'key': ..., 'secret': ...}; a run's URL is a plain path.",
         )
+
+
+def _refuse_secret_endpoint(options: Mapping[str, Any]) -> None:
+    """Refuse credentials in an endpoint, which is written to disk and repeated in messages."""
+    client = options.get("client_kwargs") or {}
+    if not isinstance(client, Mapping):
+        raise InvalidError("option client_kwargs is not a mapping")
+    for endpoint in (options.get("endpoint_url"), client.get("endpoint_url")):
+        if endpoint and any(mark in str(endpoint) for mark in ("@", *_SECRET_QUERY)):
+            raise InvalidError(
+                "endpoint_url holds credentials, '?' or '#'",
+                "durable",
+                None,
+                "Pass credentials by the environment or as s3={'key': ..., 'secret': ...}.",
+            )
 
 
 def _local_part(text: str, head: str) -> str | None:
@@ -223,7 +239,11 @@ def _components(text: str, path: str) -> list[str]:
     parts = [part for part in path.split("/") if part]
     if any(part in (".", "..") for part in parts):
         raise _invalid(text, "holds '.' or '..'", "Write the path out.")
-    if len(path.encode()) > 900:  # noqa: PLR2004 - S3 keys end at 1024 bytes, ours add about 120
+    try:
+        length = len(path.encode())
+    except UnicodeEncodeError as exc:
+        raise _invalid(text, "is not valid Unicode", "Object keys are UTF-8.") from exc
+    if length > 900:  # noqa: PLR2004 - S3 keys end at 1024 bytes, ours add about 120
         raise _invalid(text, "is too long for object keys", "Use a shorter prefix.")
     return parts
 
@@ -257,18 +277,46 @@ def _local_path(
     return path
 
 
-def _protocol_options(protocol: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge fsspec's configuration for a protocol with what the user gave, which wins."""
+def _protocol_options(names: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge what config files, the environment and the user say about a protocol; the last wins.
+
+    fsspec has read files and environment when it was imported. The environment is read again, for
+    what a launcher has set since then.
+    """
     import fsspec.config
 
-    from_environment: dict[str, Any] = {}
-    fsspec.config.set_conf_env(from_environment, envdict=dict(os.environ))
-    options = dict(fsspec.config.conf.get(protocol, {}))
-    options |= from_environment.get(protocol, {})
-    mine = given.get(protocol) or {}
-    if not isinstance(mine, Mapping):
-        raise InvalidError(f"options for {protocol} are not a mapping")
-    return options | dict(mine)
+    environment: dict[str, Any] = {}
+    fsspec.config.set_conf_env(environment, envdict=dict(os.environ))
+    options: dict[str, Any] = {}
+    for source in (fsspec.config.conf, environment, given):
+        for name in names:
+            said = source.get(name) or {}
+            if not isinstance(said, Mapping):
+                raise InvalidError(f"options for {name} are not a mapping")
+            is_text = source is not given
+            options |= {key: _plain(value) if is_text else value for key, value in said.items()}
+    return options
+
+
+def _plain(value: Any) -> Any:
+    """Return a value from a file or the environment, where all is text: "false" is not true."""
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if value.startswith("{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _limits(given: Mapping[str, Any]) -> Limits:
+    try:
+        return Limits(**given)
+    except TypeError as exc:
+        raise InvalidError(f"wrong limits: {exc}") from exc
 
 
 def _aliases(protocol: str | None) -> tuple[str, ...]:
@@ -285,7 +333,7 @@ def launch_environment() -> tuple[int | None, int | None]:
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment for a flusher: ours, with an import path that does not need the cwd."""
+    """Return the environment for a flusher: ours, with an import path that needs no cwd."""
     import sys
 
     paths = [os.path.abspath(path) for path in sys.path if path]  # noqa: PTH100

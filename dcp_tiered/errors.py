@@ -117,8 +117,8 @@ class BackpressureError(TieredError):
 def cause(exc: BaseException | None) -> TieredError | None:
     """Find our error inside what DCP raises.
 
-    DCP wraps what a rank raised into a `CheckpointException`, which derives from `BaseException` and
-    keeps the originals, by rank, in `failures`.
+    DCP wraps what a rank raised into a `CheckpointException`, which derives from `BaseException`
+    and keeps the originals, by rank, in `failures`.
 
     Args:
         exc: What `dcp.save`, `dcp.load` or a future of `dcp.async_save` raised.
@@ -129,16 +129,18 @@ def cause(exc: BaseException | None) -> TieredError | None:
     seen: set[int] = set()
     todo = [exc]
     while todo:
-        current = todo.pop(0)
+        current = todo.pop()
         if current is None or id(current) in seen:
             continue
         if isinstance(current, TieredError):
             return current
         seen.add(id(current))
+        inside: list[BaseException | None] = []
         failures = getattr(current, "failures", None)
         if isinstance(failures, dict):
-            todo.extend(failures[rank][0] for rank in sorted(failures))
-        todo.extend((current.__cause__, current.__context__))
+            inside += [failures[rank][0] for rank in sorted(failures)]
+        inside += [current.__cause__, current.__context__]
+        todo += reversed(inside)
     return None
 
 

@@ -35,7 +35,10 @@ class Source(Protocol):
 
 
 class Tier(Protocol):
-    """A flat store of immutable objects named by keys that are relative to the run root."""
+    """A flat store of immutable objects named by keys that are relative to the run root.
+
+    A tier can be pickled and used after a fork. It carries its credentials along.
+    """
 
     name: str
     """`local` or `durable`."""
@@ -57,7 +60,8 @@ class Tier(Protocol):
         the right length and checksum is a success.
 
         Raises:
-            CorruptError: The bytes of the source do not have the checksum they should have.
+            CorruptError: The bytes of the source do not have the checksum they should have, and
+                then nothing is visible; or the key is there with other bytes.
         """
         ...
 
@@ -80,7 +84,7 @@ class Tier(Protocol):
         ...
 
     def head(self, key: str) -> ObjectInfo:
-        """Return length and checksum.
+        """Return length and checksum. A directory is not an object.
 
         Raises:
             AbsentError: It is definitely not there.

@@ -428,7 +428,7 @@ def _metadata_of(manifest: Manifest) -> Metadata:
     """Return DCP's description of a checkpoint."""
     return Metadata(
         state_dict_metadata={entry.fqn: _storage_metadata(entry) for entry in manifest.entries},
-        planner_data=manifest.head.planner_data,
+        planner_data=manifest.planner_data,
     )
 
 

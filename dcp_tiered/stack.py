@@ -87,6 +87,7 @@ def _keeper(settings: Settings, local: PosixTier) -> launcher.Keeper:
         options=dict(settings.options),
         limits=settings.limits,
     )
+    order.to_json()  # an option that cannot be handed over is an error now, not in the first save
     local_rank, _ = config.launch_environment()
     return launcher.Keeper(
         FlusherLock(local.root),
@@ -120,6 +121,8 @@ def flusher(order: launcher.Order, lock: FlusherLock, stopped: launcher.Stopped)
     if durable is None:
         raise InvalidError("the run has no durable tier to flush to", "durable", run.url.root)
     local = PosixTier(Path(order.run_path), Path(order.base_path), "local")
+    for checkpoint_id in local.list_directories():
+        local.sweep(checkpoint_id)
     node = run_directory.open_node(local, secrets.token_hex(6))
     return Flusher(
         local, durable, node, order.limits, lambda: stopped() or lock.asked_to_hand_over()

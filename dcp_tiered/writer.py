@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from awscrt.checksums import crc32c
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -33,7 +32,7 @@ from torch.futures import Future
 from dcp_tiered import config, stack
 from dcp_tiered.config import Limits
 from dcp_tiered.engines import tensors
-from dcp_tiered.engines.buffered import BufferedEngine
+from dcp_tiered.engines.shard_sink import ShardSink
 from dcp_tiered.errors import (
     ConflictError,
     CorruptError,
@@ -48,17 +47,12 @@ from dcp_tiered.format.manifest import Chunk, Entry, Head, Manifest, ShardRef
 from dcp_tiered.format.plain import to_tagged
 from dcp_tiered.format.records import Commit
 from dcp_tiered.format.shardfile import (
-    BLOCK_BYTES,
     DTYPES,
     END_MAGIC,
-    Builder,
     Header,
     Index,
-    Item,
     decode_index,
-    encode_header,
 )
-from dcp_tiered.interfaces import StagedFile
 from dcp_tiered.services import identity, progress
 from dcp_tiered.services.catalog import Catalog, newest, taken
 from dcp_tiered.services.progress import CheckpointStatus
@@ -95,14 +89,26 @@ class _Save:
     world_size: int
     node: str = ""
     supersedes: tuple[str, ...] = ()
-    last_sequence: int = 0
     begun: float
+
+
+class _ThreadState(threading.local):
+    """What DCP's calls tell each other: a save runs in one thread from `reset` to `finish`.
+
+    Two saves that overlap, which `dcp.async_save` does not prevent, would otherwise write one's items
+    under the other's id.
+    """
+
+    requested: object = None
+    save: _Save | None = None
 
 
 class TieredWriter(StorageWriter):
     """Write DCP checkpoints to NVMe and, in the background, to a durable tier.
 
-    One writer serves many saves, `dcp.save` as well as `dcp.async_save`. It can be pickled.
+    One writer serves many saves, `dcp.save` as well as `dcp.async_save`. It can be pickled. With a
+    process group, await an `async_save` before the next one begins: DCP's collectives of two saves
+    that overlap wait for each other.
 
     Args:
         url: The run: `tiered::s3://bucket/run42`, `tiered::file:///mnt/lustre/run42`, or
@@ -139,9 +145,8 @@ class TieredWriter(StorageWriter):
         to_tagged(self._metadata, "metadata")
         self._trust_bytes = trust_bytes
         self._launch = identity.current().text()
-        self._requested: object = None
         self._last_sequence = 0
-        self._save: _Save | None = None
+        self._thread = _ThreadState()
         self._stack = stack.build(self._settings)
         self._stack.need_local()
 
@@ -150,29 +155,32 @@ class TieredWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what belongs to one save or one process."""
-        return {**self.__dict__, "_save": None, "_stack": None}
+        return {**self.__dict__, "_thread": None, "_stack": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._thread = _ThreadState()
         self._stack = stack.build(self._settings)
 
     @property
     def checkpoint_id(self) -> str | None:
         """The id of the save that is going on or was asked for last; DCP logs it."""
-        if self._save is not None:
-            return self._save.checkpoint_id
-        return None if self._requested is None else str(self._requested)
+        state = self._thread
+        if state.requested is not None:
+            return str(state.requested)
+        return None if state.save is None else state.save.checkpoint_id
 
     # What DCP calls, in this order.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Store the id of the next save. DCP may call this twice, or in the middle of a save."""
-        self._requested = checkpoint_id
+        self._thread.requested = checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
         """Begin a save: take the id that `reset` stored, once."""
         del is_coordinator, args
-        requested, self._requested, self._save = self._requested, None, None
+        state = self._thread
+        requested, state.requested, state.save = state.requested, None, None
         if kwargs.get("use_collectives") is False:
             raise InvalidError(
                 "use_collectives=False is not supported: every rank would finish a checkpoint of its own",
@@ -188,7 +196,7 @@ class TieredWriter(StorageWriter):
                 "Pass one, as in dcp.save(state, checkpoint_id='step-1000', storage_writer=writer).",
             )
         rank, world_size = _rank_and_world()
-        self._save = _Save(
+        state.save = _Save(
             checkpoint_id=layout.check_checkpoint_id(requested),
             rank=rank,
             world_size=world_size,
@@ -266,7 +274,6 @@ class TieredWriter(StorageWriter):
             supersedes=save.supersedes,
             world_size=save.world_size,
             written_by={"dcp_tiered": __version__, "torch": torch.__version__},
-            planner_data=metadata.planner_data,
             shards=tuple(
                 ShardRef(
                     name=shard.name,
@@ -279,7 +286,9 @@ class TieredWriter(StorageWriter):
             ),
         )
         entries = _entries(metadata, [_index_of(shard) for shard in shards])
-        published = self._stack.catalog.publish(Manifest(head=head, entries=entries))
+        published = self._stack.catalog.publish(
+            Manifest(head=head, entries=entries, planner_data=metadata.planner_data)
+        )
         self._last_sequence = sequence
         self._keep_flusher()
         _log.info(
@@ -348,9 +357,10 @@ class TieredWriter(StorageWriter):
     # How.
 
     def _current(self) -> _Save:
-        if self._save is None:
+        save = self._thread.save
+        if save is None:
             raise InvalidError("no save is going on: DCP did not call set_up_storage_writer")
-        return self._save
+        return save
 
     def _keep_flusher(self) -> None:
         """See that a flusher runs; a save that is safe on NVMe does not fail because it does not."""
@@ -425,7 +435,7 @@ class TieredWriter(StorageWriter):
         )
         local = self._stack.need_local()
         with local.create(layout.key(save.checkpoint_id, name)) as staged:
-            sink = _Sink(staged, header)
+            sink = ShardSink(staged, header)
             for item in sorted(plan.items, key=_write_order):
                 self._write_item(sink, item, planner)
             footer_start, tail = sink.finish()
@@ -439,7 +449,7 @@ class TieredWriter(StorageWriter):
             tail=tail,
         )
 
-    def _write_item(self, sink: "_Sink", item: WriteItem, planner: SavePlanner) -> None:
+    def _write_item(self, sink: ShardSink, item: WriteItem, planner: SavePlanner) -> None:
         """Resolve an item, write its bytes, and let go of them."""
         data = planner.resolve_data(item)
         if item.type is WriteItemType.BYTE_IO:
@@ -470,42 +480,6 @@ class TieredWriter(StorageWriter):
             sizes=sizes,
             shape=tuple(described.size),
         )
-
-
-class _Sink:
-    """Writes items one after another into a staged file and sums them while they are at hand."""
-
-    def __init__(self, staged: StagedFile, header: Header) -> None:
-        self.builder = Builder(header)
-        self._staged = staged
-        self._engine = BufferedEngine()
-        self._write(memoryview(encode_header(header)), 0)
-
-    def add(self, data: memoryview, **description: Any) -> None:
-        """Write one item; `data` is flat bytes."""
-        start = self.builder.next_start(len(data))
-        crcs = []
-        for block in range(0, len(data), BLOCK_BYTES):
-            part = data[block : block + BLOCK_BYTES]
-            crcs.append(crc32c(part))
-        self._write(data, start)
-        self.builder.add(Item(start=start, length=len(data), crcs=crcs, **description))
-
-    def finish(self) -> tuple[int, bytes]:
-        """Write the footer; return where it starts and its bytes."""
-        footer_start = self.builder.cursor
-        tail = self.builder.finish()
-        self._write(memoryview(tail), footer_start)
-        return footer_start, tail
-
-    def _write(self, data: memoryview, start: int) -> None:
-        path = str(self._staged.path)
-        try:
-            self._engine.write(self._staged.fd, start, data)
-        except OSError as exc:
-            raise from_os_error(
-                exc, "local", path, "write a shard file", bytes_asked=start + len(data)
-            ) from exc
 
 
 def _rank_and_world() -> tuple[int, int]:

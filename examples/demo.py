@@ -47,8 +47,8 @@ EXAMPLES = Path(__file__).resolve().parent
 WORK = EXAMPLES.parent / ".demo"
 LOCAL = WORK / "local"
 BUCKET = "ckpt"
-STEPS = 24
-SAVE_EVERY = 4
+STEPS = 20
+SAVE_EVERY = 3
 RANKS = 2
 # Sums in another order change a loss by 1 part in 10^7 at first, and training amplifies that; 1e-5
 # was the most seen by the last step, while a wrong state is off by 1e-2 at once.

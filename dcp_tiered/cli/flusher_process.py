@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _LOG_BYTES_MAX = 16 << 20
 _NICE = 5
+_TAKEOVER_POLL_S = 0.05
+_log = logging.getLogger("dcp_tiered.flusher")
 
 
 def main() -> int:
@@ -25,19 +27,17 @@ def main() -> int:
         # The starter's subprocess ends here; what goes on below belongs to init.
         os._exit(0)
     os.setsid()
-    return _flush(data)
+    return _run(data)
 
 
-def _flush(data: bytes) -> int:
-    from dcp_tiered import stack
-    from dcp_tiered.services import launcher
-    from dcp_tiered.services.lock import FlusherLock
+def _run(data: bytes) -> int:
+    from dcp_tiered.errors import TieredError
+    from dcp_tiered.services import launcher, progress
 
     order = launcher.order_from_json(data)
     run_path = Path(order.run_path)
     _set_up_process(run_path)
-    log = logging.getLogger("dcp_tiered.flusher")
-    stopping = []
+    stopping: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         del frame
@@ -45,51 +45,76 @@ def _flush(data: bytes) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    # A mask that the trainer's thread had when it started us would outlive it and hold these back.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:
-        lock = FlusherLock(run_path)
-        if not _take_over(lock, order, log):
-            return 0
-        while True:
-            with lock.hold(order.starter) as mine:
-                if not mine:
-                    return 0
-                flusher = stack.flusher(order, lock, lambda: bool(stopping))
-                log.info("flushing %s to %s", run_path, order.url)
-                flusher.run(order.limits.idle_exit_s)
-            # A save that sealed its files while we still held the lock did not start another flusher:
-            # it counted on us. So look once more after the lock is free.
-            if stopping or lock.asked_to_hand_over() or not flusher.has_work():
-                log.info("ending")
-                return 0
-    except Exception:
-        log.exception("flusher failed")
+        _flush(order, stopping)
+    except Exception as exc:  # noqa: BLE001 - the end of the process; logged and reported
+        _log.exception("flusher failed")
+        error = exc if isinstance(exc, TieredError) else None
+        progress.ReportFile(run_path=run_path).fail(
+            error or TieredError(f"the flusher ended with {type(exc).__name__}, see flusher.log")
+        )
         return 1
+    return 0
 
 
-def _take_over(lock: "FlusherLock", order: "Order", log: logging.Logger) -> bool:
-    """Wait until the lock is free; return False when another flusher with a living starter has it."""
+def _flush(order: "Order", stopping: list[int]) -> None:
+    from dcp_tiered import stack
+    from dcp_tiered.services.lock import FlusherLock
+
+    lock = FlusherLock(Path(order.run_path))
+    while _take_over(lock, order, stopping):
+        with lock.hold(order.starter) as mine:
+            if not mine:
+                # Somebody was faster since we looked: look again who that is and whom it serves.
+                continue
+            flusher = stack.flusher(order, lock, lambda: bool(stopping))
+            _log.info("flushing %s to %s", order.run_path, order.url)
+            flusher.run(order.limits.idle_exit_s)
+            asked = lock.asked_to_hand_over()
+        # A save that sealed its files while we still held the lock did not start another flusher:
+        # it counted on us. So look once more after the lock is free.
+        if stopping or asked or not flusher.has_work():
+            _log.info("ending")
+            return
+
+
+def _take_over(lock: "FlusherLock", order: "Order", stopping: list[int]) -> bool:
+    """Wait until the lock is free; return False when that is not to be waited for.
+
+    That is when another flusher with a living starter has it, which will see all that is here.
+    """
+    from dcp_tiered.errors import TieredError
+
     deadline = time.monotonic() + order.limits.takeover_s
-    killed = False
-    while (holder := lock.holder()) is not None:
+    killed, asked = False, None
+    while not stopping and (holder := lock.holder()) is not None:
         if holder.flusher is not None and not holder.is_orphaned():
             return False
-        if holder.flusher is not None:
-            lock.ask_to_hand_over()
+        if holder.flusher != asked:
+            asked = holder.flusher
+            try:
+                lock.ask_to_hand_over()
+            except TieredError as exc:
+                _log.warning("%s", exc)
         if time.monotonic() > deadline:
             if killed:
-                log.error("cannot take over from the flusher that has the lock: %s", holder)
+                _log.error("cannot take over from the flusher that has the lock: %s", holder)
                 return False
-            log.warning("the running flusher does not hand over, killing it")
+            _log.warning("the running flusher does not hand over, killing it")
             lock.kill_holder()
             killed = True
             deadline += order.limits.takeover_s
-        time.sleep(0.05)
-    return True
+        time.sleep(_TAKEOVER_POLL_S)
+    return not stopping
 
 
 def _set_up_process(run_path: Path) -> None:
     """Log to a bounded file, hold no directory, and leave the cores to the trainer."""
-    path = run_path / "flusher.log"
+    from dcp_tiered.format import layout
+
+    path = run_path / layout.LOG_FILE
     os.umask(0o077)
     handler = logging.handlers.RotatingFileHandler(path, maxBytes=_LOG_BYTES_MAX, backupCount=1)
     handler.setFormatter(
@@ -102,6 +127,9 @@ def _set_up_process(run_path: Path) -> None:
     os.dup2(null, 0)
     os.dup2(null, 1)
     os.dup2(errors, 2)
+    for descriptor in (null, errors):
+        if descriptor > 2:  # noqa: PLR2004 - standard error
+            os.close(descriptor)
     os.chdir("/")
     os.nice(_NICE)
 

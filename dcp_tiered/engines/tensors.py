@@ -4,7 +4,6 @@ import io
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dcp_tiered.errors import InvalidError
 
@@ -40,6 +39,13 @@ def check_item(item: WriteItem, dtypes: tuple[str, ...]) -> None:
         InvalidError: It cannot be stored; the key is in it.
     """
     fqn = item.index.fqn
+    if not isinstance(fqn, str):
+        raise InvalidError(
+            f"key {fqn!r} is a {type(fqn).__name__}, not a string",
+            None,
+            repr(fqn),
+            "Use string keys, or let the planner flatten the state dict, which makes them strings.",
+        )
     if item.type is WriteItemType.BYTE_IO:
         return
     if item.tensor_data is None:
@@ -88,7 +94,8 @@ def plain_tensor(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor).__name__ == "AsyncCollectiveTensor" and callable(wait):
         tensor = wait()
     if type(tensor) not in _PLAIN:
-        if is_traceable_wrapper_subclass(tensor) or _has_no_memory(tensor):
+        # The second sign is torch's protocol for subclasses whose values lie in inner tensors.
+        if _has_no_memory(tensor) or hasattr(tensor, "__tensor_flatten__"):
             raise InvalidError(
                 f"tensor subclass {type(tensor).__name__} has no bytes of its own",
                 None,

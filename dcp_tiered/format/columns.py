@@ -2,32 +2,38 @@
 
     u32 header length | header JSON {"meta": ..., "columns": [[name, dtype, count], ...]} | arrays
 
-Each array starts on a multiple of 8 counted from the start of the blob. The blob is what footers and
-manifests are made of. Everything is checked before it is used, and no size in it is believed before
-the bytes are there (I12).
+Each array starts on a multiple of 8 counted from the start of the blob. The blob is what footers
+and manifests are made of. Everything is checked before it is used, and no size in it is believed
+before the bytes are there (I12).
 """
 
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
 from dcp_tiered.errors import CorruptError, InvalidError
+from dcp_tiered.format.fields import is_int, rows, shown
 
 Array = npt.NDArray[Any]
 
 RAW_BYTES_MAX = 1 << 31
 """Bound on a decompressed blob: 20 million items at about 100 bytes."""
-_RATIO_MAX = 512
+_RATIO_MAX = 64
 _RATIO_SLACK = 1 << 20
 _DTYPES = {"u1": 1, "u4": 4, "i8": 8}
 _LENGTH = struct.Struct("<I")
 _LEVEL = 3
-_WINDOW_BYTES_MAX = 1 << 27
+_WINDOW_BYTES_MAX = 1 << 23
+_READ_BYTES = 1 << 24
+# A zstd frame of raw blocks: magic, descriptor (8-byte content size), window (1 MiB), content size.
+_RAW_FRAME = struct.Struct("<IBBQ")
+_RAW_BLOCK_BYTES = 1 << 17
 
 
 def encode(meta: Mapping[str, Any], columns: Mapping[str, Array]) -> bytes:
@@ -50,27 +56,28 @@ def decode(raw: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
     """Decode a blob into its header and its arrays, which are views of `raw`.
 
     Raises:
-        CorruptError: It is not a blob, or an array does not fit into it.
+        CorruptError: It is not a blob, or its arrays do not fill it exactly.
     """
-    if len(raw) < _LENGTH.size:
-        raise CorruptError("index is too short to hold a header")
-    (length,) = _LENGTH.unpack_from(raw)
-    position = _LENGTH.size + length
-    if position > len(raw):
-        raise CorruptError("index header reaches past the end of the index")
-    header = parse_json(raw[_LENGTH.size : position])
-    meta, described = header.get("meta"), header.get("columns")
-    if not isinstance(meta, dict) or not isinstance(described, list):
-        raise CorruptError("index header lacks 'meta' or 'columns'")
+    position = _LENGTH.size + _header_length(raw[: _LENGTH.size], len(raw))
+    meta, described = _header(raw[_LENGTH.size : position])
     columns: dict[str, Array] = {}
     for entry in described:
         name, dtype, count = _column(entry)
         size = count * _DTYPES[dtype]
-        if size > len(raw) - position:
-            raise CorruptError(f"index column {name!r} reaches past the end of the index")
+        if name in columns or position % 8 or size > len(raw) - position:
+            raise CorruptError(f"index column {name[:40]!r} is there twice or does not fit")
         columns[name] = np.frombuffer(raw, dtype=f"<{dtype}", count=count, offset=position)
         position += size + -size % 8
+    if position != len(raw):
+        raise CorruptError("index columns do not fill the index")
     return meta, columns
+
+
+def decode_meta(stored: bytes, raw_length: int) -> dict[str, Any]:
+    """Return a compressed blob's header without decompressing its arrays; see `decompress`."""
+    frame = _open_frame(stored, raw_length)
+    length = _header_length(_read(frame, _LENGTH.size), raw_length)
+    return _header(_read(frame, length))[0]
 
 
 def take(columns: Mapping[str, Array], name: str, dtype: str) -> Array:
@@ -86,7 +93,10 @@ def take(columns: Mapping[str, Array], name: str, dtype: str) -> Array:
 
 
 def compress(raw: bytes) -> bytes:
-    """Compress a blob, with its size in the frame header.
+    """Compress a blob into one zstd frame with its size in the header.
+
+    What compresses better than `decompress` believes, such as the checksums of a terabyte of zeros,
+    is framed uncompressed.
 
     Raises:
         InvalidError: It is larger than a reader accepts.
@@ -98,7 +108,8 @@ def compress(raw: bytes) -> bytes:
             None,
             "Save fewer, larger tensors per rank.",
         )
-    return zstandard.ZstdCompressor(level=_LEVEL).compress(raw)
+    stored = zstandard.ZstdCompressor(level=_LEVEL).compress(raw)
+    return stored if len(raw) <= _raw_length_max(len(stored)) else _raw_frame(raw)
 
 
 def decompress(stored: bytes, raw_length: int) -> bytes:
@@ -110,25 +121,15 @@ def decompress(stored: bytes, raw_length: int) -> bytes:
     Raises:
         CorruptError: The data is not one zstd frame of exactly that size.
     """
-    if raw_length > min(RAW_BYTES_MAX, len(stored) * _RATIO_MAX + _RATIO_SLACK):
-        raise CorruptError(f"index claims {raw_length} bytes from {len(stored)} stored ones")
+    frame = _open_frame(stored, raw_length)
+    raw = _read(frame, raw_length)
     try:
-        if zstandard.frame_content_size(stored) != raw_length:
-            raise CorruptError("index size differs from what its frame says")
-        reader = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX).stream_reader(stored)
-        parts = []
-        left = raw_length
-        while left:
-            part = reader.read(min(left, 1 << 24))
-            if not part:
-                break
-            parts.append(part)
-            left -= len(part)
-        if left or reader.read(1):
-            raise CorruptError("index does not decompress to its stated size")
-    except zstandard.ZstdError as exc:
-        raise CorruptError(f"index does not decompress: {exc}") from exc
-    return b"".join(parts)
+        more = frame.read(1)
+    except zstandard.ZstdError:
+        more = b"?"  # bytes behind the frame that are no frame
+    if more:
+        raise CorruptError("index has bytes behind its end")
+    return raw
 
 
 def pack_strings(strings: Sequence[str]) -> tuple[Array, Array]:
@@ -146,31 +147,32 @@ def unpack_strings(blob: Array, lengths: Array, count: int) -> list[str]:
     """
     if len(lengths) != count or int(lengths.sum(dtype="i8")) != len(blob):
         raise CorruptError("names in the index do not add up")
+    bounds = [0, *np.cumsum(lengths, dtype="i8").tolist()]
     data = blob.tobytes()
-    ends = np.cumsum(lengths, dtype="i8").tolist()
-    strings, start = [], 0
+    if data.isascii():
+        ascii_text = data.decode("ascii")
+        return [ascii_text[start:end] for start, end in pairwise(bounds)]
     try:
-        for end in ends:
-            strings.append(data[start:end].decode("utf-8", "surrogatepass"))
-            start = end
+        return [data[start:end].decode("utf-8", "surrogatepass") for start, end in pairwise(bounds)]
     except UnicodeDecodeError as exc:
         raise CorruptError("a name in the index is not UTF-8") from exc
-    return strings
 
 
 def canonical_json(value: object) -> bytes:
-    """Encode plain data the one way that equal values share.
+    """Encode plain data the one way that equal values share: sorted, compact, UTF-8.
+
+    A lone surrogate is stored as if UTF-8 had it: escaped, two of them would come back as one.
 
     Raises:
         InvalidError: It holds something that is not plain data, or a NaN.
     """
     try:
         text = json.dumps(
-            value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+            value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
         )
     except (TypeError, ValueError, RecursionError) as exc:
         raise InvalidError(f"not plain data: {exc}") from exc
-    return text.encode("ascii")
+    return text.encode("utf-8", "surrogatepass")
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -180,7 +182,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
         CorruptError: It is not one.
     """
     try:
-        value = json.loads(data)
+        value = _JSON.decode(data.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as exc:
         raise CorruptError(f"not JSON: {str(exc)[:200]}") from exc
     if not isinstance(value, dict):
@@ -188,15 +190,73 @@ def parse_json(data: bytes) -> dict[str, Any]:
     return value
 
 
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_JSON = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def _header_length(data: bytes, raw_length: int) -> int:
+    if len(data) < _LENGTH.size:
+        raise CorruptError("index is too short to hold a header")
+    length: int = _LENGTH.unpack(data)[0]
+    if length > raw_length - _LENGTH.size:
+        raise CorruptError("index header reaches past the end of the index")
+    return length
+
+
+def _header(data: bytes) -> tuple[dict[str, Any], list[Any]]:
+    header = parse_json(data)
+    meta = header.get("meta")
+    if not isinstance(meta, dict):
+        raise CorruptError("index header lacks 'meta'")
+    return meta, rows(header, "columns")
+
+
 def _column(entry: object) -> tuple[str, str, int]:
     if isinstance(entry, list) and len(entry) == 3:  # noqa: PLR2004 - name, dtype, count
         name, dtype, count = entry
-        if (
-            isinstance(name, str)
-            and dtype in _DTYPES
-            and isinstance(count, int)
-            and not isinstance(count, bool)
-            and 0 <= count <= RAW_BYTES_MAX
-        ):
+        known = isinstance(name, str) and isinstance(dtype, str) and dtype in _DTYPES
+        if known and is_int(count, 0, RAW_BYTES_MAX):
             return name, dtype, count
-    raise CorruptError("index header describes a column that cannot be")
+    raise CorruptError(f"index header describes a column that cannot be: {shown(entry)}")
+
+
+def _raw_length_max(stored_length: int) -> int:
+    return stored_length * _RATIO_MAX + _RATIO_SLACK
+
+
+def _raw_frame(raw: bytes) -> bytes:
+    parts = [_RAW_FRAME.pack(0xFD2FB528, 0xC0, 0x50, len(raw))]
+    for start in range(0, len(raw), _RAW_BLOCK_BYTES):
+        block = raw[start : start + _RAW_BLOCK_BYTES]
+        is_last = start + len(block) == len(raw)
+        parts += (struct.pack("<I", len(block) << 3 | is_last)[:3], block)
+    return b"".join(parts)
+
+
+def _open_frame(stored: bytes, raw_length: int) -> zstandard.ZstdDecompressionReader:
+    if raw_length > min(RAW_BYTES_MAX, _raw_length_max(len(stored))):
+        raise CorruptError(f"index claims {raw_length} bytes from {len(stored)} stored ones")
+    try:
+        size = zstandard.frame_content_size(stored)
+    except zstandard.ZstdError as exc:
+        raise CorruptError(f"index does not decompress: {exc}") from exc
+    if size != raw_length:
+        raise CorruptError("index size differs from what its frame says")
+    return zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX).stream_reader(stored)
+
+
+def _read(frame: zstandard.ZstdDecompressionReader, length: int) -> bytes:
+    parts = []
+    left = length
+    try:
+        while left and (part := frame.read(min(left, _READ_BYTES))):
+            parts.append(part)
+            left -= len(part)
+    except zstandard.ZstdError as exc:
+        raise CorruptError(f"index does not decompress: {exc}") from exc
+    if left:
+        raise CorruptError("index does not decompress to its stated size")
+    return b"".join(parts)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from dcp_tiered.errors import CorruptError, InvalidError
 from dcp_tiered.format.columns import compress, decompress
+from dcp_tiered.format.fields import NUMBER_MAX, is_int, shown
 
 TRAILER_BYTES = 48
 STORED_BYTES_MAX = 1 << 30
@@ -54,7 +55,7 @@ def decode_trailer(data: bytes, file_length: int, magic: bytes) -> Trailer:
     start, stored, raw, digest, length, found = _TRAILER.unpack(data)
     if found != magic:
         raise CorruptError(f"file does not end in {magic!r}: truncated, or not ours")
-    if length != file_length or start + stored + TRAILER_BYTES != length:
+    if length > NUMBER_MAX or length != file_length or start + stored + TRAILER_BYTES != length:
         raise CorruptError(f"file of {file_length} bytes says that it has {length}")
     if stored > STORED_BYTES_MAX:
         raise CorruptError(f"footer claims {stored} bytes")
@@ -81,14 +82,14 @@ def check_features(version: object, requires: object, written_by: object) -> Non
         InvalidError: It needs a newer dcp_tiered.
         CorruptError: The fields are not what they should be.
     """
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+    if not is_int(version, 1):
         raise CorruptError("format version is not a positive integer")
     if not isinstance(requires, list) or not all(isinstance(name, str) for name in requires):
         raise CorruptError("'requires' is not a list of names")
     needs = [f"format version {version}"] if version > VERSION else requires
     if needs:
         raise InvalidError(
-            f"written by dcp_tiered {str(written_by)[:40]}, needs {', '.join(needs)[:200]}",
+            f"written by dcp_tiered {shown(written_by, 40)}, needs {', '.join(needs)[:200]}",
             None,
             None,
             "Install a newer dcp_tiered: 'pip install -U dcp-tiered'.",

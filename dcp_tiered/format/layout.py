@@ -3,7 +3,8 @@
 Durable tier, below the run root, and local tier, below the run directory:
 
     <checkpoint id>/manifest-<attempt>.json        durable
-    <checkpoint id>/packs/<node>-<token>.pack      durable, with .ok where the store keeps no checksum
+    <checkpoint id>/packs/<node>-<token>.pack      durable
+    <checkpoint id>/packs/<node>-<token>.pack.ok   durable, where the store keeps no checksum
     <checkpoint id>/record-<n>.json                durable, and a copy on the local tier
     <checkpoint id>/<rank>-<token>.shard           local
     <checkpoint id>/published-<n>.json             local
@@ -16,6 +17,7 @@ import hashlib
 import re
 
 from dcp_tiered.errors import CorruptError, InvalidError
+from dcp_tiered.format.fields import shown
 
 RUN_FILE = "run.json"
 NODE_FILE = "node.json"
@@ -23,8 +25,10 @@ LOCK_FILE = "flusher.lock"
 LOG_FILE = "flusher.log"
 STATUS_FILE = "flusher-status.json"
 TAKEOVER_FILE = "flusher.takeover"
+_RESERVED = (RUN_FILE, NODE_FILE, LOCK_FILE, LOG_FILE, STATUS_FILE, TAKEOVER_FILE)
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 _NODE = re.compile(r"[0-9a-f]{12}")
 _SHARD = re.compile(r"(0|[1-9][0-9]{0,6})-([0-9a-f]{16})\.shard")
@@ -37,23 +41,24 @@ _LAST_INTEGER = re.compile(r"([0-9]{1,18})(?!.*[0-9])")
 
 def is_checkpoint_id(text: str) -> bool:
     """Tell whether `text` may name a checkpoint."""
-    return _ID.fullmatch(text) is not None
+    return _ID.fullmatch(text) is not None and text not in _RESERVED
 
 
 def check_checkpoint_id(text: object) -> str:
     """Return a checkpoint id as it was given.
 
     Raises:
-        InvalidError: It is not one component of `[A-Za-z0-9][A-Za-z0-9._=-]{0,127}`.
+        InvalidError: It is not one component of `[A-Za-z0-9][A-Za-z0-9._=-]{0,127}`, or it is the
+            name of a file beside the checkpoints.
     """
     if isinstance(text, str) and is_checkpoint_id(text):
         return text
     raise InvalidError(
-        f"checkpoint id {str(text)[:200]!r} is not a plain name",
+        f"checkpoint id {shown(str(text))} is not a plain name",
         None,
         None,
-        "Use one name of up to 128 letters, digits and '._=-' that starts with a letter or digit, such"
-        " as checkpoint_id='step-1000'; the run's URL goes to TieredWriter or TieredReader.",
+        "Use one name of up to 128 letters, digits and '._=-' that starts with a letter or digit,"
+        " such as checkpoint_id='step-1000'; the run's URL goes to TieredWriter or TieredReader.",
     )
 
 
@@ -180,13 +185,25 @@ def check_pack_name(text: object) -> str:
     return _from_storage(_PACK, text, "pack name")
 
 
+def check_sha256(text: object) -> str:
+    """Return a sha256 in hexadecimal digits that was read from storage.
+
+    Raises:
+        CorruptError: It is not one.
+    """
+    return _from_storage(_SHA256, text, "sha256")
+
+
 def check_stored_id(text: object) -> str:
     """Return a checkpoint id that was read from storage.
 
     Raises:
         CorruptError: It is not one.
     """
-    return _from_storage(_ID, text, "checkpoint id")
+    found = _from_storage(_ID, text, "checkpoint id")
+    if found in _RESERVED:
+        raise CorruptError(f"{found!r} is not a valid checkpoint id")
+    return found
 
 
 def _checked(pattern: re.Pattern[str], name: str) -> str:
@@ -198,4 +215,4 @@ def _checked(pattern: re.Pattern[str], name: str) -> str:
 def _from_storage(pattern: re.Pattern[str], text: object, what: str) -> str:
     if isinstance(text, str) and pattern.fullmatch(text):
         return text
-    raise CorruptError(f"{str(text)[:200]!r} is not a valid {what}")
+    raise CorruptError(f"{shown(text)} is not a valid {what}")

@@ -1,27 +1,40 @@
-"""Manifest: plain-data description of a checkpoint. Identified by the sha256 of its stored bytes.
+"""Manifest: plain-data description of a checkpoint, identified by the sha256 of its stored bytes.
 
-    one line of JSON {"format": "dcp_tiered manifest", "version": 1, "requires": [], ...} | \\n | zstd
+    line of JSON    {"format": "dcp_tiered manifest", "version": 1, "requires": [], ...}
+    newline         one byte
+    zstd            a blob of columns.py
 
-The line can be read by eye and says, before anything is decompressed, whether this version can read
-the rest. The rest is a blob of `columns.py`: DCP's metadata and, for every chunk and bytes entry, the
-shard file that holds it and its row in that shard file's footer.
+The line can be read by eye and says, before anything is decompressed, whether this version can
+read the rest and what its sha256 is. The rest is DCP's metadata and, for every chunk and bytes
+entry, the shard file that holds it and its row in that shard file's footer.
 """
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from dcp_tiered.errors import CorruptError
 from dcp_tiered.format import layout
+from dcp_tiered.format.boxes import (
+    BYTES,
+    NDIM_MAX,
+    TENSOR,
+    byte_counts,
+    check_disjoint,
+    check_inside,
+    exclusive_sum,
+    gather,
+)
 from dcp_tiered.format.columns import (
     Array,
     canonical_json,
     compress,
     decode,
+    decode_meta,
     decompress,
     encode,
     pack_strings,
@@ -29,15 +42,23 @@ from dcp_tiered.format.columns import (
     take,
     unpack_strings,
 )
+from dcp_tiered.format.fields import (
+    CRC_MAX,
+    NUMBER_MAX,
+    integer,
+    is_int,
+    must_read_back,
+    optional_integer,
+    rows,
+    text,
+)
 from dcp_tiered.format.footer import VERSION, check_features
 from dcp_tiered.format.plain import from_tagged, to_tagged
-from dcp_tiered.format.shardfile import DTYPES, dtype_code
+from dcp_tiered.format.shardfile import DTYPES, ITEMSIZES, PAGE_BYTES, dtype_code
 
 MANIFEST_BYTES_MAX = 1 << 30
 _FORMAT = "dcp_tiered manifest"
 _LINE_BYTES_MAX = 4096
-_NDIM_MAX = 64
-_TENSOR, _BYTES = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +119,6 @@ class Head:
     world_size: int
     written_by: dict[str, str]
     """Versions of dcp_tiered and torch."""
-    planner_data: Any = field(repr=False)
-    """What DCP's planner wants back, plain data."""
     shards: tuple[ShardRef, ...]
 
     def bytes_stored(self) -> int:
@@ -113,16 +132,87 @@ class Manifest:
 
     head: Head
     entries: Sequence[Entry] = field(repr=False)
+    planner_data: Any = field(repr=False)
+    """What DCP's planner wants back, plain data."""
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the stored bytes of a manifest.
+    """Return the stored bytes of a manifest, checked as a reader checks them.
 
     Raises:
-        InvalidError: It holds something that is not plain data.
+        InvalidError: It holds something that is not plain data or that a reader would refuse.
     """
     head = manifest.head
-    meta = {
+    meta = _meta(head) | {"entries": len(manifest.entries)}
+    planner = canonical_json({"data": to_tagged(manifest.planner_data, "the planner's data")})
+    columns = _encode_entries(manifest.entries)
+    with must_read_back("manifest"):
+        # Compared as JSON: a NaN in the user's metadata differs from itself.
+        if canonical_json(_meta(_head(meta))) != canonical_json(_meta(head)):
+            raise CorruptError("it is read as another one")
+        _check_entries(columns, len(manifest.entries), len(head.shards))
+    raw = encode(meta, columns | {"planner": np.frombuffer(planner, dtype="u1")})
+    stored = compress(raw)
+    line = canonical_json(
+        {
+            "format": _FORMAT,
+            "version": VERSION,
+            "requires": [],
+            "written_by": head.written_by.get("dcp_tiered", ""),
+            "raw_bytes": len(raw),
+            "sha256": sha256(stored),
+        }
+    )
+    return line + b"\n" + stored
+
+
+def sha256(stored: bytes) -> str:
+    """Return the identity of a manifest."""
+    return hashlib.sha256(stored).hexdigest()
+
+
+def decode_head(stored: bytes) -> Head:
+    """Decode a manifest without its entries, at the cost of one pass over the stored bytes.
+
+    Raises:
+        CorruptError: It is not a manifest.
+        InvalidError: It needs a newer version.
+    """
+    return _head(decode_meta(*_open(stored)))
+
+
+def decode_manifest(stored: bytes) -> Manifest:
+    """Decode and check a manifest.
+
+    Raises:
+        CorruptError: It is damaged or describes something that cannot be.
+        InvalidError: It needs a newer version.
+    """
+    meta, columns = decode(decompress(*_open(stored)))
+    head = _head(meta)
+    count = integer(meta, "entries")
+    entries = _decode_entries(columns, count, len(head.shards))
+    planner = parse_json(take(columns, "planner", "u1").tobytes())
+    return Manifest(head=head, entries=entries, planner_data=from_tagged(planner.get("data")))
+
+
+def _open(stored: bytes) -> tuple[bytes, int]:
+    """Return the compressed blob behind the line, with its checksum right, and its raw length."""
+    line, separator, _ = stored[: _LINE_BYTES_MAX + 1].partition(b"\n")
+    if not separator:
+        raise CorruptError("not a manifest: no header line")
+    fields = parse_json(line)
+    if fields.get("format") != _FORMAT:
+        raise CorruptError("not a manifest: wrong format name")
+    check_features(fields.get("version"), fields.get("requires"), fields.get("written_by"))
+    blob = stored[len(line) + 1 :]
+    if sha256(blob) != fields.get("sha256"):
+        raise CorruptError("manifest checksum mismatch")
+    return blob, integer(fields, "raw_bytes")
+
+
+def _meta(head: Head) -> dict[str, Any]:
+    return {
         "checkpoint_id": layout.check_checkpoint_id(head.checkpoint_id),
         "attempt": head.attempt,
         "launch": head.launch,
@@ -133,111 +223,44 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "supersedes": list(head.supersedes),
         "world_size": head.world_size,
         "written_by": head.written_by,
-        "planner_data": to_tagged(head.planner_data, "the planner's data"),
-        "entries": len(manifest.entries),
         "shards": [
             [shard.name, shard.node, shard.length, shard.crc32c, shard.footer_start]
             for shard in head.shards
         ],
     }
-    raw = encode(meta, _encode_entries(manifest.entries))
-    line = canonical_json(
-        {
-            "format": _FORMAT,
-            "version": VERSION,
-            "requires": [],
-            "written_by": head.written_by.get("dcp_tiered", ""),
-            "raw_bytes": len(raw),
-        }
-    )
-    return line + b"\n" + compress(raw)
-
-
-def sha256(stored: bytes) -> str:
-    """Return the identity of a manifest."""
-    return hashlib.sha256(stored).hexdigest()
-
-
-def decode_head(stored: bytes) -> Head:
-    """Decode a manifest without its entries.
-
-    Raises:
-        CorruptError: It is not a manifest.
-        InvalidError: It needs a newer version.
-    """
-    return _head(_open(stored)[0])
-
-
-def decode_manifest(stored: bytes) -> Manifest:
-    """Decode and check a manifest.
-
-    Raises:
-        CorruptError: It is damaged or describes something that cannot be.
-        InvalidError: It needs a newer version.
-    """
-    meta, columns = _open(stored)
-    head = _head(meta)
-    count = meta.get("entries")
-    if not _is_int(count) or count < 0:
-        raise CorruptError("manifest has no valid entry count")
-    return Manifest(head=head, entries=_decode_entries(columns, count, len(head.shards)))
-
-
-def _open(stored: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
-    line, separator, _ = stored[: _LINE_BYTES_MAX + 1].partition(b"\n")
-    if not separator:
-        raise CorruptError("not a manifest: no header line")
-    fields = parse_json(line)
-    if fields.get("format") != _FORMAT:
-        raise CorruptError("not a manifest: wrong format name")
-    check_features(fields.get("version"), fields.get("requires"), fields.get("written_by"))
-    raw_bytes = fields.get("raw_bytes")
-    if not _is_int(raw_bytes) or raw_bytes < 0:
-        raise CorruptError("manifest does not say its size")
-    return decode(decompress(stored[len(line) + 1 :], raw_bytes))
 
 
 def _head(meta: dict[str, Any]) -> Head:
-    step, sequence, world = meta.get("step"), meta.get("sequence"), meta.get("world_size")
-    supersedes, shards, versions = (
-        meta.get("supersedes"),
-        meta.get("shards"),
-        meta.get("written_by"),
-    )
-    if not _is_int(sequence) or sequence < 0 or not _is_int(world) or world < 1:
-        raise CorruptError("manifest has no valid sequence or world size")
-    if step is not None and not _is_int(step):
-        raise CorruptError("manifest has no valid step")
-    if not isinstance(supersedes, list) or not isinstance(shards, list):
-        raise CorruptError("manifest lists no shard files")
+    versions = meta.get("written_by")
     if not isinstance(versions, dict) or not all(isinstance(v, str) for v in versions.values()):
         raise CorruptError("manifest does not say who wrote it")
-    refs = tuple(_shard_ref(row) for row in shards)
-    if len({ref.name for ref in refs}) != len(refs):
+    shards = tuple(_shard_ref(row) for row in rows(meta, "shards"))
+    if len({shard.name for shard in shards}) != len(shards):
         raise CorruptError("manifest lists a shard file twice")
     return Head(
         checkpoint_id=layout.check_stored_id(meta.get("checkpoint_id")),
         attempt=layout.check_attempt(meta.get("attempt")),
-        launch=str(meta.get("launch"))[:200],
+        launch=text(meta, "launch", 200),
         node=layout.check_node(meta.get("node")),
-        sequence=sequence,
-        step=step,
+        sequence=integer(meta, "sequence"),
+        step=optional_integer(meta, "step", -NUMBER_MAX),
         metadata=from_tagged(meta.get("metadata")),
-        supersedes=tuple(layout.check_attempt(attempt) for attempt in supersedes),
-        world_size=world,
+        supersedes=tuple(layout.check_attempt(attempt) for attempt in rows(meta, "supersedes")),
+        world_size=integer(meta, "world_size", 1),
         written_by=versions,
-        planner_data=from_tagged(meta.get("planner_data")),
-        shards=refs,
+        shards=shards,
     )
 
 
-def _shard_ref(row: Any) -> ShardRef:
+def _shard_ref(row: object) -> ShardRef:
     if not isinstance(row, list) or len(row) != 5:  # noqa: PLR2004 - the fields below
         raise CorruptError("manifest's shard file row is malformed")
     name, node, length, crc, footer_start = row
-    if not all(_is_int(value) for value in (length, crc, footer_start)):
-        raise CorruptError("manifest's shard file row is malformed")
-    if not 0 < footer_start < length < 1 << 62 or not 0 <= crc < 1 << 32:
+    if (
+        not is_int(length)
+        or not is_int(crc, 0, CRC_MAX)
+        or not is_int(footer_start, PAGE_BYTES, length - 1)
+    ):
         raise CorruptError("manifest's shard file row is out of range")
     return ShardRef(
         name=layout.check_shard_name(name),
@@ -255,7 +278,7 @@ def _encode_entries(entries: Sequence[Entry]) -> dict[str, Array]:
     boxes = [number for chunk in chunks for number in (*chunk.offsets, *chunk.sizes)]
     codes = [0 if entry.dtype is None else dtype_code(entry.dtype) for entry in entries]
     return {
-        "kind": _u1([_BYTES if entry.dtype is None else _TENSOR for entry in entries]),
+        "kind": _u1([BYTES if entry.dtype is None else TENSOR for entry in entries]),
         "dtype": _u1(codes),
         "requires_grad": _u1([entry.requires_grad for entry in entries]),
         "ndim": _u1([len(entry.shape) for entry in entries]),
@@ -270,89 +293,79 @@ def _encode_entries(entries: Sequence[Entry]) -> dict[str, Array]:
 
 
 def _decode_entries(columns: dict[str, Array], count: int, shards: int) -> list[Entry]:
-    flat = {name: take(columns, name, "u1") for name in ("kind", "dtype", "requires_grad", "ndim")}
-    counts = take(columns, "chunks", "u4").astype("i8")
-    if any(len(array) != count for array in (*flat.values(), counts)):
-        raise CorruptError("manifest columns differ in length")
-    kind, ndim = flat["kind"], flat["ndim"].astype("i8")
-    shape, boxes = take(columns, "shape", "i8"), take(columns, "boxes", "i8")
-    shard, row = take(columns, "shard", "u4"), take(columns, "row", "u4")
-    _check_counts(flat, counts, shards, shape, boxes, shard, row)
+    _check_entries(columns, count, shards)
     fqns = unpack_strings(take(columns, "names", "u1"), take(columns, "name_lengths", "u4"), count)
     if len(set(fqns)) != count:
         raise CorruptError("manifest names a key twice")
-    shape_list, box_list = shape.tolist(), boxes.tolist()
-    shard_list, row_list = shard.tolist(), row.tolist()
-    entries, at_shape, at_box, at_chunk = [], 0, 0, 0
-    for i, dims in enumerate(ndim.tolist()):
-        whole = tuple(shape_list[at_shape : at_shape + dims])
-        at_shape += dims
+    column = {name: columns[name].tolist() for name in ("kind", "dtype", "ndim", "chunks")}
+    grads = (columns["requires_grad"] != 0).tolist()
+    shape, boxes = columns["shape"].tolist(), columns["boxes"].tolist()
+    places = zip(columns["shard"].tolist(), columns["row"].tolist(), strict=True)
+    entries, at_shape, at_box = [], 0, 0
+    for fqn, grad, kind, code, ndim, chunk_count in zip(fqns, grads, *column.values(), strict=True):
         chunks = []
-        for _ in range(int(counts[i])):
-            box = box_list[at_box : at_box + 2 * dims]
+        for shard, row in islice(places, chunk_count):
+            middle, end = at_box + ndim, at_box + 2 * ndim
             chunks.append(
                 Chunk(
-                    offsets=tuple(box[:dims]),
-                    sizes=tuple(box[dims:]),
-                    shard=shard_list[at_chunk],
-                    row=row_list[at_chunk],
+                    offsets=tuple(boxes[at_box:middle]),
+                    sizes=tuple(boxes[middle:end]),
+                    shard=shard,
+                    row=row,
                 )
             )
-            at_box += 2 * dims
-            at_chunk += 1
+            at_box = end
         entries.append(
             Entry(
-                fqn=fqns[i],
-                dtype=DTYPES[flat["dtype"][i]] if kind[i] == _TENSOR else None,
-                shape=whole,
-                requires_grad=bool(flat["requires_grad"][i]),
+                fqn=fqn,
+                dtype=DTYPES[code] if kind == TENSOR else None,
+                shape=tuple(shape[at_shape : at_shape + ndim]),
+                requires_grad=grad,
                 chunks=tuple(chunks),
             )
         )
-    for entry in entries:
-        _check_entry(entry)
+        at_shape += ndim
     return entries
 
 
-def _check_counts(
-    flat: dict[str, Array],
-    counts: Array,
-    shards: int,
-    shape: Array,
-    boxes: Array,
-    shard: Array,
-    row: Array,
-) -> None:
+def _check_entries(columns: dict[str, Array], count: int, shards: int) -> None:
+    """Refuse columns that do not fit together, or boxes that cannot be."""
+    flat = {name: take(columns, name, "u1") for name in ("kind", "dtype", "requires_grad", "ndim")}
+    counts = take(columns, "chunks", "u4").astype("i8")
+    if any(len(one) != count for one in (*flat.values(), counts)):
+        raise CorruptError("manifest columns differ in length")
     kind, ndim = flat["kind"], flat["ndim"].astype("i8")
-    if np.any(kind > _BYTES) or np.any(flat["dtype"] >= len(DTYPES)):
+    if np.any(kind > BYTES) or np.any(flat["dtype"] >= len(DTYPES)):
         raise CorruptError("manifest has a kind or dtype that this format does not know")
-    opaque = kind == _BYTES
-    if np.any(ndim > _NDIM_MAX) or np.any(ndim[opaque]) or np.any(counts[opaque] != 1):
+    opaque = kind == BYTES
+    if np.any(ndim > NDIM_MAX) or np.any(ndim[opaque]) or np.any(counts[opaque] != 1):
         raise CorruptError("manifest has an entry with impossible dimensions or chunks")
-    if int(ndim.sum()) != len(shape) or int((2 * ndim * counts).sum()) != len(boxes):
-        raise CorruptError("manifest's dimensions do not add up")
+    shard, row = take(columns, "shard", "u4"), take(columns, "row", "u4")
     total = int(counts.sum())
     if len(shard) != total or len(row) != total or (total and int(shard.max()) >= shards):
-        raise CorruptError(
-            "manifest's chunks do not add up or name a shard file that is not listed"
-        )
-    if np.any(shape < 0) or np.any(boxes < 0):
-        raise CorruptError("manifest has a negative dimension")
+        raise CorruptError("manifest has a chunk in no shard file that it lists")
+    shape, boxes = take(columns, "shape", "i8"), take(columns, "boxes", "i8")
+    if int(ndim.sum()) != len(shape) or int((2 * ndim * counts).sum()) != len(boxes):
+        raise CorruptError("manifest's dimensions do not add up")
+    _check_boxes(ndim, counts, ITEMSIZES[flat["dtype"]], shape, boxes)
 
 
-def _check_entry(entry: Entry) -> None:
+def _check_boxes(ndim: Array, counts: Array, itemsize: Array, shape: Array, boxes: Array) -> None:
     """Refuse chunks outside their tensor; together they may not claim more than the tensor."""
-    for chunk in entry.chunks:
-        for offset, size, whole in zip(chunk.offsets, chunk.sizes, entry.shape, strict=True):
-            if offset + size > whole:
-                raise CorruptError(f"a chunk of {entry.fqn!r} lies outside its tensor")
-    if sum(math.prod(chunk.sizes) for chunk in entry.chunks) > math.prod(entry.shape):
-        raise CorruptError(f"chunks of {entry.fqn!r} overlap")
+    owner = np.repeat(np.arange(len(ndim)), counts)
+    shape_start, box_start = exclusive_sum(ndim), exclusive_sum(2 * ndim[owner])
+    wholes, parts = np.zeros(len(ndim), dtype="i8"), np.zeros(len(owner), dtype="i8")
+    for value in np.unique(ndim).tolist():
+        entry, chunk = np.flatnonzero(ndim == value), np.flatnonzero(ndim[owner] == value)
+        whole = gather(shape, shape_start[entry], value)
+        box = gather(boxes, box_start[chunk], 2 * value)
+        around = gather(shape, shape_start[owner[chunk]], value)
+        check_inside(box[:, :value], box[:, value:], around)
+        check_inside(np.zeros_like(whole), whole, whole)
+        wholes[entry] = byte_counts(whole, itemsize[entry])
+        parts[chunk] = byte_counts(box[:, value:], itemsize[owner[chunk]])
+    check_disjoint(owner, parts, wholes)
 
 
 def _u1(values: Sequence[int]) -> Array:
     return np.array(values, dtype="u1")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,18 +1,18 @@
 """Pack: shard files of one node and checkpoint, end to end, and a footer. One durable object.
 
-Each shard file starts on a 4096-byte boundary; gaps are zeros. The footer names the shard files with
-start, length and CRC32C, from which the checksum of the whole pack follows.
+Each shard file starts on a 4096-byte boundary; gaps are zeros. The footer names the shard files
+with start, length and CRC32C, from which the checksum of the whole pack follows.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from awscrt.checksums import combine_crc32c, crc32c
 
 from dcp_tiered.errors import CorruptError
 from dcp_tiered.format import layout
 from dcp_tiered.format.columns import decode, encode
+from dcp_tiered.format.fields import CRC_MAX, is_int, must_read_back, rows
 from dcp_tiered.format.footer import (
     TRAILER_BYTES,
     VERSION,
@@ -63,6 +63,9 @@ def plan_pack(
 
     Returns:
         The pack; its bytes are those of the shard files at their starts, zeros between, and `tail`.
+
+    Raises:
+        InvalidError: A name, length or checksum cannot be.
     """
     packed, cursor, crc = [], 0, 0
     for name, length, shard_crc in shards:
@@ -70,14 +73,13 @@ def plan_pack(
         crc = combine_crc32c(combine_crc32c(crc, crc32c(bytes(gap)), gap), shard_crc, length)
         packed.append(PackedShard(name=name, start=cursor + gap, length=length, crc32c=shard_crc))
         cursor += gap + length
-    rows = [[shard.name, shard.start, shard.length, shard.crc32c] for shard in packed]
     meta = {
         "version": VERSION,
         "requires": [],
         "written_by": written_by,
-        "checkpoint_id": checkpoint_id,
+        "checkpoint_id": layout.check_checkpoint_id(checkpoint_id),
         "node": node,
-        "shards": rows,
+        "shards": [[shard.name, shard.start, shard.length, shard.crc32c] for shard in packed],
     }
     tail = encode_footer(encode(meta, {}), cursor, END_MAGIC)
     name = layout.pack_name(node, layout.pack_token([shard.name for shard in packed]))
@@ -88,8 +90,9 @@ def plan_pack(
         length=cursor + len(tail),
         crc32c=combine_crc32c(crc, crc32c(tail), len(tail)),
     )
-    if decode_pack(name, decode_pack_trailer(tail[-TRAILER_BYTES:], pack.length), tail) != pack:
-        raise CorruptError("pack footer does not parse back")
+    with must_read_back("pack footer"):
+        if decode_pack(name, decode_pack_trailer(tail[-TRAILER_BYTES:], pack.length), tail) != pack:
+            raise CorruptError("pack footer is read as another one")
     return pack
 
 
@@ -114,11 +117,9 @@ def decode_pack(name: str, trailer: Trailer, tail: bytes) -> Pack:
     check_features(meta.get("version"), meta.get("requires"), meta.get("written_by"))
     if meta.get("node") != layout.pack_node(name):
         raise CorruptError("pack footer names another node than the pack")
-    rows = meta.get("shards")
-    if not isinstance(rows, list):
-        raise CorruptError("pack footer lists no shard files")
+    layout.check_stored_id(meta.get("checkpoint_id"))
     shards, cursor, crc = [], 0, 0
-    for row in rows:
+    for row in rows(meta, "shards"):
         shard = _shard(row)
         gap = shard.start - cursor
         if not 0 <= gap < PAGE_BYTES or shard.start % PAGE_BYTES:
@@ -139,12 +140,10 @@ def decode_pack(name: str, trailer: Trailer, tail: bytes) -> Pack:
     )
 
 
-def _shard(row: Any) -> PackedShard:
+def _shard(row: object) -> PackedShard:
     if not isinstance(row, list) or len(row) != 4:  # noqa: PLR2004 - name, start, length, crc
         raise CorruptError("pack footer row is malformed")
     name, start, length, crc = row
-    if not all(isinstance(value, int) and not isinstance(value, bool) for value in row[1:]):
-        raise CorruptError("pack footer row is malformed")
-    if start < 0 or not 0 < length < 1 << 62 or not 0 <= crc < 1 << 32:
+    if not is_int(start) or not is_int(length, 1) or not is_int(crc, 0, CRC_MAX):
         raise CorruptError("pack footer row is out of range")
     return PackedShard(name=layout.check_shard_name(name), start=start, length=length, crc32c=crc)

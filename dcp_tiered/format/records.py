@@ -1,15 +1,28 @@
 """Records: the log of small create-only objects that says what a checkpoint id is.
 
-The highest record that is not a fence is the state of the id.
+The highest record that is not a fence is the state of the id. A record is one JSON object; its
+`crc32c` is that of the same object without it, so that what a disk garbled says nothing.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dcp_tiered.errors import CorruptError
+from awscrt.checksums import crc32c
+
+from dcp_tiered.errors import CorruptError, InvalidError
 from dcp_tiered.format import layout
 from dcp_tiered.format.columns import canonical_json, parse_json
+from dcp_tiered.format.fields import (
+    CRC_MAX,
+    NUMBER_MAX,
+    integer,
+    must_read_back,
+    optional_integer,
+    rows,
+    shown,
+    text,
+)
 from dcp_tiered.format.footer import VERSION, check_features
 
 RECORD_BYTES_MAX = 1 << 28
@@ -76,18 +89,24 @@ _KINDS: dict[str, type[Record]] = {"commit": Commit, "fence": Fence, "expired": 
 
 
 def encode_record(record: Record, written_by: str) -> bytes:
-    """Return the stored bytes of a record: JSON."""
-    kind = next(name for name, cls in _KINDS.items() if isinstance(record, cls))
-    return canonical_json(
-        {
-            "format": _FORMAT,
-            "version": VERSION,
-            "requires": [],
-            "written_by": written_by,
-            "kind": kind,
-            **asdict(record),
-        }
-    )
+    """Return the stored bytes of a record: JSON.
+
+    Raises:
+        InvalidError: It says something that a reader would refuse.
+    """
+    fields = {
+        "format": _FORMAT,
+        "version": VERSION,
+        "requires": [],
+        "written_by": written_by,
+        "kind": next(name for name, cls in _KINDS.items() if isinstance(record, cls)),
+        **asdict(record),
+    }
+    data = canonical_json(fields | {"crc32c": crc32c(canonical_json(fields))})
+    with must_read_back("record"):
+        if decode_record(data, record.checkpoint_id) != record:
+            raise CorruptError("it is read as another one")
+    return data
 
 
 def decode_record(data: bytes, checkpoint_id: str) -> Record:
@@ -105,20 +124,18 @@ def decode_record(data: bytes, checkpoint_id: str) -> Record:
     if fields.get("format") != _FORMAT:
         raise CorruptError("not a record: wrong format name")
     check_features(fields.get("version"), fields.get("requires"), fields.get("written_by"))
+    _check_sum(fields)
     kind = fields.get("kind")
     if kind == "commit":
         return _commit(fields, checkpoint_id)
     if kind == "fence":
-        attempts = fields.get("attempts")
-        if not isinstance(attempts, list):
-            raise CorruptError("fence lists no attempts")
         return Fence(
             checkpoint_id=_same_id(fields, checkpoint_id),
-            attempts=tuple(layout.check_attempt(attempt) for attempt in attempts),
+            attempts=tuple(layout.check_attempt(attempt) for attempt in rows(fields, "attempts")),
         )
     if kind == "expired":
         return Expired(checkpoint_id=_same_id(fields, checkpoint_id))
-    raise CorruptError(f"record has the unknown kind {str(kind)[:40]!r}")
+    raise CorruptError(f"record has the unknown kind {shown(kind, 40)}")
 
 
 def state_of(records: Mapping[int, Record]) -> tuple[int, Commit | Expired | None]:
@@ -135,53 +152,55 @@ def is_fenced(records: Iterable[Record], attempt: str) -> bool:
     return any(isinstance(record, Fence) and attempt in record.attempts for record in records)
 
 
+def _check_sum(fields: dict[str, Any]) -> None:
+    stated = integer(fields, "crc32c", 0, CRC_MAX)
+    try:
+        summed = canonical_json({name: fields[name] for name in fields if name != "crc32c"})
+    except InvalidError as exc:  # nested too deep to be written again
+        raise CorruptError("record is malformed") from exc
+    if crc32c(summed) != stated:
+        raise CorruptError("record checksum mismatch")
+
+
 def _commit(fields: dict[str, Any], checkpoint_id: str) -> Commit:
-    packs, placements = fields.get("packs"), fields.get("placements")
-    if not isinstance(packs, list) or not isinstance(placements, list):
-        raise CorruptError("commit lists no packs")
-    refs = tuple(_pack_ref(pack) for pack in packs)
-    placed = tuple(_placement(placement, refs) for placement in placements)
-    if len({placement.shard for placement in placed}) != len(placed):
+    packs = tuple(_pack_ref(pack) for pack in rows(fields, "packs"))
+    placements = tuple(_placement(row, packs) for row in rows(fields, "placements"))
+    if len({placement.shard for placement in placements}) != len(placements):
         raise CorruptError("commit places a shard file twice")
-    step, digest = fields.get("step"), fields.get("manifest_sha256")
-    if step is not None and not _in_range(step, -(1 << 62)):
-        raise CorruptError("commit has no valid step")
-    if not isinstance(digest, str) or len(digest) != 64:  # noqa: PLR2004 - hex of sha256
-        raise CorruptError("commit does not say which manifest")
-    numbers = {name: fields.get(name) for name in ("sequence", "manifest_length", "bytes_stored")}
-    if not all(_in_range(value) for value in numbers.values()):
-        raise CorruptError("commit has a number that is out of range")
     return Commit(
         checkpoint_id=_same_id(fields, checkpoint_id),
         attempt=layout.check_attempt(fields.get("attempt")),
-        step=step,
-        manifest_sha256=digest,
-        packs=refs,
-        placements=placed,
+        sequence=integer(fields, "sequence"),
+        step=optional_integer(fields, "step", -NUMBER_MAX),
+        manifest_sha256=layout.check_sha256(fields.get("manifest_sha256")),
+        manifest_length=integer(fields, "manifest_length"),
+        packs=packs,
+        placements=placements,
+        bytes_stored=integer(fields, "bytes_stored"),
         committed_by=layout.check_node(fields.get("committed_by")),
-        committed_at=str(fields.get("committed_at"))[:40],
-        **{name: int(str(value)) for name, value in numbers.items()},
+        committed_at=text(fields, "committed_at", 40),
     )
 
 
-def _pack_ref(value: Any) -> PackRef:
-    if not isinstance(value, dict):
+def _pack_ref(row: object) -> PackRef:
+    if not isinstance(row, dict):
         raise CorruptError("commit's pack row is malformed")
-    length, crc = value.get("length"), value.get("crc32c")
-    if not _in_range(length) or not _in_range(crc) or crc >= 1 << 32:
-        raise CorruptError("commit's pack row is out of range")
-    return PackRef(name=layout.check_pack_name(value.get("name")), length=length, crc32c=crc)
+    return PackRef(
+        name=layout.check_pack_name(row.get("name")),
+        length=integer(row, "length"),
+        crc32c=integer(row, "crc32c", 0, CRC_MAX),
+    )
 
 
-def _placement(value: Any, packs: tuple[PackRef, ...]) -> Placement:
-    if not isinstance(value, dict):
+def _placement(row: object, packs: tuple[PackRef, ...]) -> Placement:
+    if not isinstance(row, dict):
         raise CorruptError("commit's shard row is malformed")
-    pack, start = value.get("pack"), value.get("start")
-    if not _in_range(pack) or pack >= len(packs) or not _in_range(start):
-        raise CorruptError("commit's shard row is out of range")
-    if start >= packs[pack].length:
-        raise CorruptError("commit places a shard file outside its pack")
-    return Placement(shard=layout.check_shard_name(value.get("shard")), pack=pack, start=start)
+    pack = integer(row, "pack", 0, len(packs) - 1)
+    return Placement(
+        shard=layout.check_shard_name(row.get("shard")),
+        pack=pack,
+        start=integer(row, "start", 0, packs[pack].length - 1),
+    )
 
 
 def _same_id(fields: dict[str, Any], checkpoint_id: str) -> str:
@@ -189,7 +208,3 @@ def _same_id(fields: dict[str, Any], checkpoint_id: str) -> str:
     if found != checkpoint_id:
         raise CorruptError(f"record is about {found!r}, not about {checkpoint_id!r}")
     return found
-
-
-def _in_range(value: Any, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 62

@@ -1,6 +1,7 @@
 """Shard file: what one rank writes for one attempt. Placement, footer, checksums, and back.
 
-    0             magic, version u32, header length u32, header JSON, zeros up to one page
+    0             magic, version u32, header length u32, CRC32C of the rest of the page u32,
+                  header JSON, zeros up to one page
     page-aligned  items: one of at least 64 KiB starts on a 4096-byte boundary, smaller ones follow
                   each other at 64-byte alignment; raw row-major bytes of the logical values
     footer        see footer.py; one row per item
@@ -9,17 +10,25 @@ Each item carries CRC32C per 256 KiB block, counted from the item's start, so th
 can be verified. Checksums of items and of the whole file follow by combination.
 """
 
-import math
 import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from awscrt.checksums import combine_crc32c, crc32c
 
 from dcp_tiered.errors import CorruptError, InvalidError
 from dcp_tiered.format import layout
+from dcp_tiered.format.boxes import (
+    BYTES,
+    NDIM_MAX,
+    TENSOR,
+    byte_counts,
+    check_inside,
+    exclusive_sum,
+    gather,
+)
 from dcp_tiered.format.columns import (
     Array,
     canonical_json,
@@ -29,6 +38,13 @@ from dcp_tiered.format.columns import (
     parse_json,
     take,
     unpack_strings,
+)
+from dcp_tiered.format.fields import (
+    CRC_MAX,
+    integer,
+    must_read_back,
+    optional_integer,
+    text,
 )
 from dcp_tiered.format.footer import (
     VERSION,
@@ -44,9 +60,8 @@ LARGE_BYTES = 64 * 1024
 SMALL_ALIGNMENT = 64
 END_MAGIC = b"DCPTEND1"
 _MAGIC = b"DCPTSHR1"
-_PREFIX = struct.Struct("<8sII")
-_NDIM_MAX = 64
-_TENSOR, _BYTES = 0, 1
+_PREFIX = struct.Struct("<8sIII")
+_WORLD_MAX = 10**7  # ranks in names have seven digits
 
 # Position is the code on disk: append only.
 _DTYPE_BYTES = {
@@ -74,7 +89,7 @@ _DTYPE_BYTES = {
     "float4_e2m1fn_x2": 1,
 }
 DTYPES = tuple(_DTYPE_BYTES)
-_ITEMSIZES = np.array(list(_DTYPE_BYTES.values()), dtype="i8")
+ITEMSIZES = np.array(list(_DTYPE_BYTES.values()), dtype="i8")
 _CODES = {name: code for code, name in enumerate(DTYPES)}
 
 
@@ -94,7 +109,7 @@ def dtype_code(name: str) -> int:
 
 def dtype_bytes(code: int) -> int:
     """Return the size in bytes of one element of a dtype code."""
-    return int(_ITEMSIZES[code])
+    return int(ITEMSIZES[code])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +148,12 @@ class Item:
 
 
 def encode_header(header: Header) -> bytes:
-    """Return the first page of a shard file, 4096 bytes."""
-    text = canonical_json(
+    """Return the first page of a shard file, 4096 bytes.
+
+    Raises:
+        InvalidError: A field is not what a reader accepts.
+    """
+    fields = canonical_json(
         {
             "checkpoint_id": layout.check_checkpoint_id(header.checkpoint_id),
             "rank": header.rank,
@@ -146,43 +165,45 @@ def encode_header(header: Header) -> bytes:
             "requires": [],
         }
     )
-    page = _PREFIX.pack(_MAGIC, VERSION, len(text)) + text
-    if len(page) > PAGE_BYTES:
-        raise InvalidError("shard file header exceeds one page")
-    return page.ljust(PAGE_BYTES, b"\0")
+    rest = fields.ljust(PAGE_BYTES - _PREFIX.size, b"\0")
+    page = _PREFIX.pack(_MAGIC, VERSION, len(fields), crc32c(rest)) + rest
+    with must_read_back("shard file header"):
+        if decode_header(page) != header:
+            raise CorruptError("it is read as another one")
+    return page
 
 
 def decode_header(page: bytes) -> Header:
     """Decode the first page of a shard file.
 
     Raises:
-        CorruptError: It is not the start of one.
+        CorruptError: It is not the start of one, or damaged.
         InvalidError: It needs a newer version.
     """
     if len(page) < PAGE_BYTES:
         raise CorruptError("shard file is shorter than its header")
-    magic, version, length = _PREFIX.unpack_from(page)
+    magic, version, length, crc = _PREFIX.unpack_from(page)
     if magic != _MAGIC:
         raise CorruptError("not a shard file: wrong magic")
     if length > PAGE_BYTES - _PREFIX.size:
         raise CorruptError("shard file header exceeds one page")
+    # A newer version may sum otherwise, so it is refused by its number first.
+    check_features(version, [], "a newer version")
+    if crc32c(page[_PREFIX.size : PAGE_BYTES]) != crc:
+        raise CorruptError("shard file header checksum mismatch")
     fields = parse_json(page[_PREFIX.size : _PREFIX.size + length])
     check_features(version, fields.get("requires"), fields.get("written_by"))
-    local = fields.get("local_world_size")
-    name = layout.check_shard_name(f"{fields.get('rank')}-{fields.get('token')}.shard")
-    rank = layout.shard_rank(name)
-    if rank is None or not _is_count(fields.get("world_size")):
-        raise CorruptError("shard file header has no valid rank or world size")
-    if local is not None and not _is_count(local):
-        raise CorruptError("shard file header has no valid local world size")
+    world_size = integer(fields, "world_size", 1, _WORLD_MAX)
+    rank, token = integer(fields, "rank", 0, world_size - 1), text(fields, "token", 16)
+    layout.check_shard_name(f"{rank}-{token}.shard")
     return Header(
         checkpoint_id=layout.check_stored_id(fields.get("checkpoint_id")),
         rank=rank,
-        world_size=fields["world_size"],
-        local_world_size=local,
+        world_size=world_size,
+        local_world_size=optional_integer(fields, "local_world_size", 1, _WORLD_MAX),
         node=layout.check_node(fields.get("node")),
-        token=str(fields["token"]),
-        written_by=str(fields.get("written_by"))[:40],
+        token=token,
+        written_by=text(fields, "written_by", 40),
     )
 
 
@@ -208,8 +229,8 @@ def item_crc(crcs: Sequence[int], length: int) -> int:
 class Builder:
     """Collects the items of one shard file in the order in which they are written.
 
-    The caller writes `encode_header`'s page at 0, each item at the start that `add` returns, and the
-    bytes of `finish` at `cursor`. Gaps between items read as zeros.
+    The caller writes `encode_header`'s page at 0, each item at the start that `next_start` returns,
+    and the bytes of `finish` at `cursor`. Gaps between items read as zeros.
     """
 
     def __init__(self, header: Header) -> None:
@@ -218,7 +239,11 @@ class Builder:
         """Bytes so far."""
         self.crc = crc32c(page)
         """CRC32C of these bytes."""
-        self._items: list[Item] = []
+        # Flat columns, not items: a shard file may have a million of them.
+        self._fqns: list[str] = []
+        self._small = {name: bytearray() for name in ("kind", "dtype", "ndim")}
+        self._large = {name: array("q") for name in ("start", "length", "dims")}
+        self._crcs = array("I")
 
     def next_start(self, length: int) -> int:
         """Return where the next item goes if it has `length` bytes."""
@@ -228,28 +253,57 @@ class Builder:
         """Take note of an item that lies where `next_start` said.
 
         Raises:
-            InvalidError: It lies elsewhere or its checksums do not cover it.
+            InvalidError: It lies elsewhere, its checksums do not cover it, or it is no tensor chunk
+                and no opaque bytes either.
         """
         if item.start != place(self.cursor, item.length):
             raise InvalidError(f"item {item.fqn!r} is out of place")
         if len(item.crcs) != block_count(item.length):
             raise InvalidError(f"item {item.fqn!r} has {len(item.crcs)} block checksums")
+        ndim = len(item.sizes)
+        if not len(item.offsets) == ndim == len(item.shape) <= NDIM_MAX:
+            raise InvalidError(f"item {item.fqn!r} has dimensions that do not match")
+        self._small["kind"].append(BYTES if item.dtype is None else TENSOR)
+        self._small["dtype"].append(0 if item.dtype is None else dtype_code(item.dtype))
+        self._small["ndim"].append(ndim)
+        self._large["start"].append(item.start)
+        self._large["length"].append(item.length)
+        for part in (item.offsets, item.sizes, item.shape):
+            self._large["dims"].extend(part)
+        self._crcs.extend(item.crcs)
+        self._fqns.append(item.fqn)
         gap = item.start - self.cursor
-        self.crc = combine_crc32c(self.crc, crc32c(bytes(gap)), gap)
+        if gap:
+            self.crc = combine_crc32c(self.crc, crc32c(bytes(gap)), gap)
         self.crc = combine_crc32c(self.crc, item_crc(item.crcs, item.length), item.length)
         self.cursor = item.start + item.length
-        self._items.append(item)
 
     def finish(self) -> bytes:
-        """Return footer and trailer, parsed back before they are handed out."""
-        raw = _encode_index(self._items, self.crc)
-        parsed = parse_index(raw, self.cursor)
-        if len(parsed.fqns) != len(self._items):
-            raise CorruptError("footer does not parse back")
+        """Return footer and trailer, parsed back before they are handed out.
+
+        Raises:
+            InvalidError: An item's extent does not have the size of its shape, or the like.
+        """
+        raw = self._encode_index()
+        with must_read_back("footer"):
+            if parse_index(raw, self.cursor).fqns != self._fqns:
+                raise CorruptError("it is read as another one")
         tail = encode_footer(raw, self.cursor, END_MAGIC)
         self.crc = combine_crc32c(self.crc, crc32c(tail), len(tail))
         self.cursor += len(tail)
         return tail
+
+    def _encode_index(self) -> bytes:
+        names, name_lengths = pack_strings(self._fqns)
+        columns = {name: np.frombuffer(data, dtype="u1") for name, data in self._small.items()}
+        columns |= {name: np.array(data, dtype="<i8") for name, data in self._large.items()}
+        columns |= {
+            "crcs": np.array(self._crcs, dtype="<u4"),
+            "name_lengths": name_lengths,
+            "names": names,
+        }
+        meta = {"version": VERSION, "requires": [], "items": len(self._fqns), "crc32c": self.crc}
+        return encode(meta, columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +332,7 @@ class Index:
 
     def is_bytes(self, row: int) -> bool:
         """Tell whether an item is opaque bytes."""
-        return bool(self.kind[row] == _BYTES)
+        return bool(self.kind[row] == BYTES)
 
     def box(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Return offsets, sizes and global shape of a tensor item."""
@@ -307,42 +361,11 @@ def file_crc(index: Index, tail: bytes) -> int:
     return int(combine_crc32c(index.crc, crc32c(tail), len(tail)))
 
 
-def _encode_index(items: Sequence[Item], crc: int) -> bytes:
-    names, name_lengths = pack_strings([item.fqn for item in items])
-    count = len(items)
-    dims = [number for item in items for part in _dims(item) for number in part]
-    crcs = [crc for item in items for crc in item.crcs]
-    kinds = [_BYTES if item.dtype is None else _TENSOR for item in items]
-    codes = [0 if item.dtype is None else dtype_code(item.dtype) for item in items]
-    return encode(
-        {"version": VERSION, "requires": [], "items": count, "crc32c": crc},
-        {
-            "kind": np.array(kinds, dtype="u1"),
-            "dtype": np.array(codes, dtype="u1"),
-            "start": np.array([item.start for item in items], dtype="<i8"),
-            "length": np.array([item.length for item in items], dtype="<i8"),
-            "ndim": np.array([len(item.sizes) for item in items], dtype="u1"),
-            "dims": np.array(dims, dtype="<i8"),
-            "crcs": np.array(crcs, dtype="<u4"),
-            "name_lengths": name_lengths,
-            "names": names,
-        },
-    )
-
-
-def _dims(item: Item) -> tuple[tuple[int, ...], ...]:
-    if not len(item.offsets) == len(item.sizes) == len(item.shape) <= _NDIM_MAX:
-        raise InvalidError(f"item {item.fqn!r} has dimensions that do not match")
-    return item.offsets, item.sizes, item.shape
-
-
 def parse_index(raw: bytes, footer_start: int) -> Index:
     """Check a raw index against the file it belongs to; see `decode_index` for the errors."""
     meta, columns = decode(raw)
     check_features(meta.get("version"), meta.get("requires"), meta.get("written_by"))
-    count, crc = meta.get("items"), meta.get("crc32c")
-    if not _is_count(count, 0) or not _is_count(crc, 0) or crc >= 1 << 32:
-        raise CorruptError("footer has no valid item count or checksum")
+    count, crc = integer(meta, "items"), integer(meta, "crc32c", 0, CRC_MAX)
     rows = {
         name: take(columns, name, dtype)
         for name, dtype in (
@@ -361,31 +384,32 @@ def parse_index(raw: bytes, footer_start: int) -> Index:
     blocks = -(-rows["length"] // BLOCK_BYTES)
     if int(blocks.sum()) != len(crcs):
         raise CorruptError("block checksums do not cover the items")
-    fqns = unpack_strings(
-        take(columns, "names", "u1"), take(columns, "name_lengths", "u4"), int(count)
-    )
+    fqns = unpack_strings(take(columns, "names", "u1"), take(columns, "name_lengths", "u4"), count)
     return Index(
         fqns=fqns,
         dims=dims,
         crcs=crcs,
         crc=crc,
-        dims_start=_exclusive_sum(3 * rows["ndim"].astype("i8")),
-        crcs_start=_exclusive_sum(blocks),
+        dims_start=exclusive_sum(3 * rows["ndim"].astype("i8")),
+        crcs_start=exclusive_sum(blocks),
         **rows,
     )
 
 
 def _check_extents(start: Array, length: Array, footer_start: int) -> None:
-    """Refuse extents that are negative, outside the item area, or overlap."""
+    """Refuse extents that are negative, out of alignment, outside the item area, or overlap."""
     if not len(start):
         return
     if int(start.min()) < PAGE_BYTES or int(length.min()) < 0:
         raise CorruptError("an item starts before the item area or has a negative length")
     if int(start.max()) > footer_start or int(length.max()) > footer_start:
         raise CorruptError("an item reaches past the item area")
-    end = start + length  # no overflow: both are at most footer_start, which fits into a file
+    end = start + length  # no overflow: both are at most footer_start, which a trailer bounds
     if int(end.max()) > footer_start:
         raise CorruptError("an item reaches past the item area")
+    alignment = np.where(length >= LARGE_BYTES, PAGE_BYTES, SMALL_ALIGNMENT)
+    if np.any(start % alignment):
+        raise CorruptError("an item is not aligned")
     filled = length > 0
     order = np.argsort(start[filled], kind="stable")
     if np.any(start[filled][order][1:] < end[filled][order][:-1]):
@@ -395,31 +419,17 @@ def _check_extents(start: Array, length: Array, footer_start: int) -> None:
 def _check_boxes(rows: dict[str, Array], dims: Array) -> None:
     """Refuse chunks that do not lie in their tensor or whose size is not that of their extent."""
     kind, ndim = rows["kind"], rows["ndim"]
-    if np.any(kind > _BYTES) or np.any(rows["dtype"] >= len(DTYPES)):
+    if np.any(kind > BYTES) or np.any(rows["dtype"] >= len(DTYPES)):
         raise CorruptError("an item has a kind or dtype that this format does not know")
-    if np.any(ndim > _NDIM_MAX) or np.any(ndim[kind == _BYTES]):
+    if np.any(ndim > NDIM_MAX) or np.any(ndim[kind == BYTES]):
         raise CorruptError("an item has an impossible number of dimensions")
     if int(ndim.sum(dtype="i8")) * 3 != len(dims):
         raise CorruptError("dimensions in the footer do not add up")
-    begin = _exclusive_sum(3 * ndim.astype("i8"))
-    for value in np.unique(ndim[kind == _TENSOR]).tolist():
-        chosen = np.flatnonzero((kind == _TENSOR) & (ndim == value))
-        boxes = dims[begin[chosen][:, None] + np.arange(3 * value)].reshape(len(chosen), 3, value)
-        offsets, sizes, shape = boxes[:, 0], boxes[:, 1], boxes[:, 2]
-        if np.any(boxes < 0) or np.any(sizes > shape) or np.any(offsets > shape - sizes):
-            raise CorruptError("a chunk lies outside its tensor")
-        itemsize = _ITEMSIZES[rows["dtype"][chosen]]
-        estimate = np.prod(sizes.astype("f8"), axis=1) * itemsize
-        if np.any(estimate > math.ldexp(1.0, 62)):
-            raise CorruptError("a chunk claims an impossible size")
-        if np.any(np.prod(sizes, axis=1) * itemsize != rows["length"][chosen]):
+    begin = exclusive_sum(3 * ndim.astype("i8"))
+    for value in np.unique(ndim[kind == TENSOR]).tolist():
+        chosen = np.flatnonzero((kind == TENSOR) & (ndim == value))
+        boxes = gather(dims, begin[chosen], 3 * value).reshape(len(chosen), 3, value)
+        check_inside(boxes[:, 0], boxes[:, 1], boxes[:, 2])
+        lengths = byte_counts(boxes[:, 1], ITEMSIZES[rows["dtype"][chosen]])
+        if np.any(lengths != rows["length"][chosen]):
             raise CorruptError("a chunk's extent does not have the size of its shape")
-
-
-def _exclusive_sum(counts: Array) -> Array:
-    total: Array = np.cumsum(counts, dtype="i8") - counts
-    return total
-
-
-def _is_count(value: Any, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 62

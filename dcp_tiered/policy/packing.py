@@ -17,10 +17,10 @@ class Candidate:
 def group(candidates: Sequence[Candidate], pack_bytes_target: int) -> list[list[Candidate]]:
     """Group shard files of one node and checkpoint into packs.
 
-    One of at least the target size is alone; smaller ones are taken by rank and share packs up to the
-    target. A second shard file of a rank belongs to another attempt, so it closes the group. The same
-    shard files always give the same groups, so a flusher that starts over finds the packs of its
-    predecessor.
+    One of at least the target size is alone; smaller ones are taken by rank and share packs up to
+    the target. A second shard file of a rank belongs to another attempt, so it closes the group.
+    The same shard files always give the same groups, so a flusher that starts over finds the packs
+    of its predecessor.
 
     Args:
         candidates: In any order.

@@ -1,4 +1,4 @@
-"""Many small reads into few: parts of boxes that are worth one read each, and merged file ranges."""
+"""Many small reads into few: parts of boxes that are worth one read each, and merged ranges."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -29,18 +29,21 @@ def parts(
     """
     if math.prod(lengths) == 0:
         return
-    run, gap = _run_and_gap(lengths, sizes)
-    limit = elements_max if gap <= gap_max else min(run, elements_max)
     todo = [(tuple(offsets), tuple(lengths))]
     while todo:
         at, extent = todo.pop()
-        first, end = span(at, extent, sizes)
         dim = next((d for d, length in enumerate(extent) if length > 1), None)
-        if dim is None or end - first <= limit:
+        if dim is None:
             yield at, extent
             continue
+        first, end = span(at, extent, sizes)
         stride = math.prod(sizes[dim + 1 :])
-        step = max(1, min(-(-extent[dim] // 2), limit // stride))
+        # Gaps only shrink inwards: when those of the outermost dimension are narrow, all are.
+        gap = extent[dim] * stride - (end - first)
+        if gap <= gap_max and end - first <= elements_max:
+            yield at, extent
+            continue
+        step = 1 if gap > gap_max else max(1, min(-(-extent[dim] // 2), elements_max // stride))
         for start in reversed(range(0, extent[dim], step)):
             part = min(step, extent[dim] - start)
             todo.append(
@@ -58,16 +61,6 @@ def span(offsets: Sequence[int], lengths: Sequence[int], sizes: Sequence[int]) -
         first = first * size + offset
         last = last * size + offset + length - 1
     return first, last + 1
-
-
-def _run_and_gap(lengths: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
-    """Return the length of a box's contiguous runs and the elements between two of them."""
-    inner = max(len(sizes) - 1, 0)
-    while inner and lengths[inner] == sizes[inner]:
-        inner -= 1
-    run = math.prod(lengths[inner:])
-    outer = next((d for d in reversed(range(inner)) if lengths[d] > 1), None)
-    return run, 0 if outer is None else math.prod(sizes[outer + 1 :]) - run
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +90,7 @@ def coalesce(
         if reads:
             start, end, inside = reads[-1]
             new_end = max(end, extent.end)
-            if extent.start <= end + gap_max and new_end - start <= bytes_max:
+            if extent.start <= end + gap_max and new_end - start <= max(bytes_max, end - start):
                 inside.append(extent)
                 reads[-1] = (start, new_end, inside)
                 continue

@@ -1,20 +1,25 @@
 """List, locate, publish, commit: the only code that writes manifests and records.
 
-Readers trust the highest record on the durable tier and the highest published manifest on the local
-one, nothing else (I2). Both are create-only, so "somebody was first" is settled by reading back what is
-there (I4): the same attempt is a lost reply, not a rival.
+Readers trust the highest record on the durable tier and the highest published manifest on the
+local one, nothing else (I2). Both are create-only, so "somebody was first" is settled by reading
+back what is there (I4): the same attempt is a lost reply, not a rival.
 """
 
+import contextlib
+import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from dcp_tiered.errors import (
+    AbsentError,
     AlreadyExistsError,
     ConflictError,
     CorruptError,
     InvalidError,
+    from_os_error,
 )
 from dcp_tiered.format import layout
 from dcp_tiered.format.manifest import (
@@ -38,6 +43,7 @@ from dcp_tiered.format.records import (
 from dcp_tiered.interfaces import LocalTier, Tier
 from dcp_tiered.version import __version__
 
+_log = logging.getLogger(__name__)
 _APPEND_TRIES_MAX = 64
 _READ_THREADS = 8
 T = TypeVar("T")
@@ -85,10 +91,37 @@ class Catalog:
         name = layout.published_name(max(numbers))
         key = layout.key(checkpoint_id, name)
         data = self.local.get(key, MANIFEST_BYTES_MAX)
-        head = _with_key("local", key, lambda: decode_head(data))
+        return Published(
+            number=max(numbers),
+            head=self._head(checkpoint_id, key, data),
+            data=data,
+            sha256=sha256(data),
+        )
+
+    def published_shards(self, checkpoint_id: str) -> set[str]:
+        """Return the shard files that any manifest published on this node names, old ones too.
+
+        Raises:
+            CorruptError: One of the manifests is damaged.
+        """
+        names: set[str] = set()
+        for number in self._numbers(self.local, checkpoint_id, layout.published_number):
+            key = layout.key(checkpoint_id, layout.published_name(number))
+            data = self._need_local().get(key, MANIFEST_BYTES_MAX)
+            names |= {shard.name for shard in self._head(checkpoint_id, key, data).shards}
+        return names
+
+    def _head(self, checkpoint_id: str, key: str, data: bytes) -> Head:
+        path = self._need_local().root / key
+        hint = f"Save under another checkpoint_id, or remove {path} to give this copy up."
+        try:
+            head = _with_key("local", key, lambda: decode_head(data))
+        except CorruptError as exc:
+            text = f"published manifest is damaged: {exc.message}"
+            raise CorruptError(text, "local", key, hint) from exc
         if head.checkpoint_id != checkpoint_id:
-            raise CorruptError(f"manifest is of {head.checkpoint_id!r}", "local", key)
-        return Published(number=max(numbers), head=head, data=data, sha256=sha256(data))
+            raise CorruptError(f"manifest is of {head.checkpoint_id!r}", "local", key, hint)
+        return head
 
     def sealed(self, checkpoint_id: str) -> list[str]:
         """Return the names of the shard files of an id on this node."""
@@ -106,8 +139,6 @@ class Catalog:
         local = self._need_local()
         head = manifest.head
         data = encode_manifest(manifest)
-        if decode_head(data) != head:
-            raise CorruptError("manifest does not parse back", "local", head.checkpoint_id)
         for _ in range(_APPEND_TRIES_MAX):
             current = self.published(head.checkpoint_id)
             if current is not None and current.head.attempt == head.attempt:
@@ -123,7 +154,7 @@ class Catalog:
         raise ConflictError("others keep publishing this id", "local", head.checkpoint_id)
 
     def records(self, checkpoint_id: str, tier: Tier | None = None) -> dict[int, Record]:
-        """Return the log of an id, fresh from the durable tier (or from another one that copies it).
+        """Return the log of an id, fresh from the durable tier (or from one that copies it).
 
         Raises:
             CorruptError: A record is damaged: then nobody can say what the id is.
@@ -144,9 +175,7 @@ class Catalog:
         for number in self._numbers(store, checkpoint_id, layout.record_number)[::-1]:
             key = layout.key(checkpoint_id, layout.record_name(number))
             data = store.get(key, RECORD_BYTES_MAX)
-            record = _with_key(
-                store.name, key, lambda data=data: decode_record(data, checkpoint_id)
-            )
+            record = _with_key(store.name, key, partial(decode_record, data, checkpoint_id))
             if isinstance(record, Commit | Expired):
                 return record
         return None
@@ -157,22 +186,44 @@ class Catalog:
         return dict(zip(ids, _parallel(self.state, ids), strict=True))
 
     def noted(self, checkpoint_id: str) -> Commit | None:
-        """Return the commit of an id that this node has a copy of, without asking the store."""
-        if self.local is None:
+        """Return the commit of an id that this node has a copy of, without asking the store.
+
+        A damaged copy counts as none: it stands for nothing that the store could not say again.
+        """
+        try:
+            state = state_of(self._copies(checkpoint_id))[1]
+        except (CorruptError, InvalidError) as exc:
+            _log.warning("copy of a record is damaged: %s", exc)
             return None
-        state = state_of(self.records(checkpoint_id, self.local))[1]
         return state if isinstance(state, Commit) else None
 
+    def noted_shards(self, checkpoint_id: str) -> set[str]:
+        """Return the shard files that any commit copied to this node places, old ones too."""
+        try:
+            copies = self._copies(checkpoint_id).values()
+        except (CorruptError, InvalidError):
+            return set()
+        commits = [record for record in copies if isinstance(record, Commit)]
+        return {place.shard for commit in commits for place in commit.placements}
+
     def note(self, commit: Commit, number: int) -> None:
-        """Keep a copy of a commit that was read back from the durable tier on this node."""
+        """Keep a copy of a commit that was read back from the durable tier on this node.
+
+        A copy that says something else is replaced: it is damaged, or of a store that was wiped.
+        """
         local = self._need_local()
         key = layout.key(commit.checkpoint_id, layout.record_name(number))
+        data = encode_record(commit, __version__)
         try:
-            local.put(key, encode_record(commit, __version__))
+            local.put(key, data)
         except AlreadyExistsError:
-            found = self.records(commit.checkpoint_id, local)[number]
-            if found != commit:
-                raise CorruptError("copy of a record differs from it", "local", key) from None
+            if _is_copy(local, key, data):
+                return
+            _log.warning("replacing a copy of a record that differs from it: %s", key)
+            replace(local, key, data)
+
+    def _copies(self, checkpoint_id: str) -> dict[int, Record]:
+        return {} if self.local is None else self.records(checkpoint_id, self.local)
 
     def manifest_of(self, commit: Commit) -> bytes:
         """Return the stored bytes of the manifest that a commit names, checked.
@@ -284,6 +335,24 @@ class Catalog:
                 "Use a URL as 'tiered::s3://bucket/run'.",
             )
         return self.durable
+
+
+def replace(local: LocalTier, key: str, data: bytes) -> None:
+    """Give a small local file other bytes: for copies and notes only, never for what counts."""
+    path = local.root / key
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as exc:
+        raise from_os_error(exc, local.name, str(path), "replace a file") from exc
+    with contextlib.suppress(AlreadyExistsError):  # another process was as quick with the same
+        local.put(key, data)
+
+
+def _is_copy(local: LocalTier, key: str, data: bytes) -> bool:
+    try:
+        return local.get(key, RECORD_BYTES_MAX) == data
+    except (AbsentError, CorruptError):
+        return False
 
 
 def taken(checkpoint_id: str, tier: str, how: str, attempt: str) -> ConflictError:

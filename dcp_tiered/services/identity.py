@@ -26,6 +26,14 @@ class ProcessIdentity:
             return True
         return self.boot == here.boot and _started(self.pid) == self.started
 
+    def is_stopped(self) -> bool:
+        """Tell whether the process is there and does nothing, as after SIGSTOP."""
+        here = current()
+        if (self.host, self.namespace, self.boot) != (here.host, here.namespace, here.boot):
+            return False
+        state, started = _stat(self.pid)
+        return started == self.started and state == "T"
+
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         return asdict(self)
@@ -51,6 +59,10 @@ def from_json(fields: object) -> ProcessIdentity | None:
     """Return the identity that plain data describes, None when it describes none."""
     if not isinstance(fields, dict):
         return None
+    pid = fields.get("pid")
+    texts = [value for name, value in fields.items() if name != "pid"]
+    if not isinstance(pid, int) or pid < 1 or not all(isinstance(text, str) for text in texts):
+        return None
     try:
         return ProcessIdentity(**fields)
     except TypeError:
@@ -58,13 +70,19 @@ def from_json(fields: object) -> ProcessIdentity | None:
 
 
 def _started(pid: int) -> str | None:
+    """Return when a process started, None when it does not run."""
+    state, started = _stat(pid)
+    return None if state in ("", "Z", "X") else started
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """Return state and start time of a process, empty when there is none."""
     try:
         # The second field may hold spaces and brackets; what follows its last ')' does not.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return None
-    state, started = fields[0], fields[19]
-    return None if state in ("Z", "X") else started
+        return fields[0], fields[19]
+    except (OSError, ValueError, IndexError):
+        return "", ""
 
 
 def _read(path: str) -> str:

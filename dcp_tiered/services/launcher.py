@@ -1,20 +1,24 @@
 """Start the flusher of a run: detached, once per node, with options and secrets over its stdin.
 
-A flusher outlives the trainer that started it. When the trainer is gone and a new one comes, the new
-one's flusher takes over with its own options, since credentials may have changed in between.
+A flusher outlives the trainer that started it. When the trainer is gone and a new one comes, the
+new one's flusher takes over with its own options, since credentials may have changed in between.
 """
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from dcp_tiered.config import Limits
-from dcp_tiered.errors import UnavailableError
+from dcp_tiered.errors import InvalidError, UnavailableError
+from dcp_tiered.format import layout
 from dcp_tiered.services import identity
 from dcp_tiered.services.identity import ProcessIdentity
 from dcp_tiered.services.lock import FlusherLock
@@ -39,7 +43,22 @@ class Order:
     starter: ProcessIdentity | None = None
 
     def to_json(self) -> bytes:
-        """Return the order as the flusher reads it."""
+        """Return the order as the flusher reads it.
+
+        Raises:
+            InvalidError: An option is not plain data; its value is not in the message.
+        """
+        for name, value in self.options.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError):
+                raise InvalidError(
+                    f"option {name!r} of the durable tier is a {type(value).__name__}, which cannot"
+                    " be handed to the flusher's process",
+                    "durable",
+                    self.url,
+                    "Give options as plain data: text, numbers, lists and mappings.",
+                ) from None
         return json.dumps(asdict(self)).encode()
 
 
@@ -96,19 +115,20 @@ class Keeper:
         mine = replace(self._order, starter=identity.current())
         command = [sys.executable, "-P", "-m", "dcp_tiered.cli.flusher_process"]
         try:
-            # The process detaches itself and its parent ends at once: there is no child to reap, and
-            # nothing of the trainer's (descriptors, session, process group) stays with the flusher.
-            subprocess.run(  # noqa: S603 - our own module, no shell
-                command,
-                input=mine.to_json(),
-                env=dict(self._environment),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                check=True,
-                timeout=_SPAWN_S_MAX,
-                close_fds=True,
-                start_new_session=True,
-            )
+            # The process detaches itself and its parent ends at once: there is no child to reap,
+            # and nothing of the trainer's (descriptors, session, process group) stays with it.
+            with _log_file(Path(self._order.run_path)) as errors:
+                subprocess.run(  # noqa: S603 - our own module, no shell
+                    command,
+                    input=mine.to_json(),
+                    env=dict(self._environment),
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    check=True,
+                    timeout=_SPAWN_S_MAX,
+                    close_fds=True,
+                    start_new_session=True,
+                )
         except (OSError, subprocess.SubprocessError) as exc:
             path = self._order.run_path
             raise UnavailableError(
@@ -118,3 +138,18 @@ class Keeper:
                 f"Look at flusher.log in {path}; 'dcp-tiered flush' does its work by hand.",
             ) from exc
         _log.info("started a flusher for %s", self._order.url)
+
+
+@contextmanager
+def _log_file(run_path: Path) -> Iterator[int]:
+    """Open the log for what a flusher says before it has set up its own."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    try:
+        file = os.open(run_path / layout.LOG_FILE, flags, 0o600)
+    except OSError:
+        yield subprocess.DEVNULL
+        return
+    try:
+        yield file
+    finally:
+        os.close(file)

@@ -1,10 +1,17 @@
-"""One flusher per node and run: a lock on a file that says who holds it and who started the holder."""
+"""One flusher per node and run: a lock on a file that says who holds it and who started the holder.
+
+The lock is an open file description lock: it ends with its process however that ends, and it can be
+looked at without being taken. A look that took it for a moment would turn away the one flusher that
+is just starting, and nobody would flush.
+"""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import signal
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +23,10 @@ from dcp_tiered.services import identity
 from dcp_tiered.services.identity import ProcessIdentity
 
 _FILE_MODE = 0o600
+_TEXT_BYTES = 2048
+"""The holder's text is padded to this and goes over the last one: a full disk has room for that."""
+_LOCK = struct.Struct("@hhqqi4x")
+_BUSY = (errno.EAGAIN, errno.EACCES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +38,15 @@ class Holder:
     starter: ProcessIdentity | None
 
     def is_orphaned(self) -> bool:
-        """Tell whether its starter is gone, so that a newcomer's options count more than its own."""
+        """Tell whether a newcomer should replace it.
+
+        Its starter is gone, so that a newcomer's options count more than its own, or it was stopped
+        and flushes nothing.
+        """
         if self.flusher is None:
             return False
-        return self.starter is None or not self.starter.is_alive()
+        gone = self.starter is None or not self.starter.is_alive()
+        return gone or self.flusher.is_stopped()
 
 
 class FlusherLock:
@@ -39,6 +55,8 @@ class FlusherLock:
     def __init__(self, run_path: Path) -> None:
         self._path = run_path / layout.LOCK_FILE
         self._takeover = run_path / layout.TAKEOVER_FILE
+        self._fd: int | None = None
+        """While this object holds the lock."""
 
     def holder(self) -> Holder | None:
         """Return who holds the lock, None when nobody does."""
@@ -51,13 +69,17 @@ class FlusherLock:
                 exc, "local", str(self._path), "look at the flusher's lock"
             ) from exc
         try:
-            if _try_lock(fd):
+            if not _is_locked(fd):
                 return None
-            holder = _parse(os.pread(fd, 1 << 16, 0))
+            holder = _parse(os.pread(fd, _TEXT_BYTES, 0))
+        except OSError as exc:
+            raise from_os_error(
+                exc, "local", str(self._path), "look at the flusher's lock"
+            ) from exc
         finally:
             os.close(fd)
         if holder.flusher is None or not holder.flusher.is_alive():
-            # The lock is held and the file speaks of an earlier holder: the new one is just starting.
+            # The lock is held and the file speaks of an earlier holder: the new one is starting.
             return Holder(flusher=None, starter=None)
         return holder
 
@@ -72,29 +94,44 @@ class FlusherLock:
             if not _try_lock(fd):
                 yield False
                 return
-            mine = identity.current()
-            text = json.dumps(
-                {
-                    "pid": mine.pid,
-                    "flusher": mine.to_json(),
-                    "starter": starter.to_json() if starter else None,
-                }
-            )
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, text.encode(), 0)
-            with contextlib.suppress(FileNotFoundError):
+            self._fd = fd
+            _introduce(fd, starter)
+            with contextlib.suppress(OSError):
                 self._takeover.unlink()
             yield True
         finally:
+            self._fd = None
             os.close(fd)
 
     def ask_to_hand_over(self) -> None:
-        """Ask the holder to end after the request it is in."""
-        self._takeover.touch(mode=_FILE_MODE)
+        """Ask the holder, and nobody after it, to end after the request it is in."""
+        holder = self.holder()
+        if holder is None or holder.flusher is None:
+            return
+        temporary = self._takeover.with_name(f"{self._takeover.name}.{os.getpid()}")
+        try:
+            temporary.write_text(holder.flusher.text(), encoding="utf-8")
+            temporary.replace(self._takeover)
+        except OSError as exc:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            path = str(self._takeover)
+            raise from_os_error(exc, "local", path, "ask the flusher to hand over") from exc
 
     def asked_to_hand_over(self) -> bool:
-        """Tell the holder whether a newcomer waits."""
-        return self._takeover.exists()
+        """Tell the holder whether to end: a newcomer waits, or the lock file is not its own now."""
+        if self._fd is None:
+            return False
+        try:
+            if self._path.stat().st_ino != os.fstat(self._fd).st_ino:
+                return True
+            asked = self._takeover.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            # Without a lock file the run's directory was removed; another one has its own flusher.
+            return not self._path.exists()
+        except (OSError, ValueError):
+            return False
+        return asked == identity.current().text()
 
     def kill_holder(self) -> None:
         """End a holder that does not hand over: it may be killed at any instant (I11)."""
@@ -103,23 +140,58 @@ class FlusherLock:
             return
         flusher = holder.flusher
         here = identity.current()
-        if (flusher.host, flusher.namespace) == (here.host, here.namespace) and flusher.is_alive():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(flusher.pid, signal.SIGKILL)
+        if (flusher.host, flusher.namespace) != (here.host, here.namespace):
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            descriptor = os.pidfd_open(flusher.pid)
+            try:
+                # Looked at once more behind the descriptor: this cannot hit a reused pid.
+                if flusher.is_alive():
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            finally:
+                os.close(descriptor)
+
+
+def _introduce(fd: int, starter: ProcessIdentity | None) -> None:
+    """Write into the lock file who holds it; a flusher works on even where that fails."""
+    mine = identity.current()
+    text = json.dumps(
+        {
+            "pid": mine.pid,
+            "flusher": mine.to_json(),
+            "starter": starter.to_json() if starter else None,
+        }
+    )
+    with contextlib.suppress(OSError):
+        os.pwrite(fd, text.encode().ljust(_TEXT_BYTES), 0)
+        os.ftruncate(fd, _TEXT_BYTES)
 
 
 def _try_lock(fd: int) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request())
+    except OSError as exc:
+        if exc.errno in _BUSY:
+            return False
+        raise
     return True
+
+
+def _is_locked(fd: int) -> bool:
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _request())
+    return bool(_LOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+def _request() -> bytes:
+    return _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 def _parse(data: bytes) -> Holder:
     try:
         fields = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
         fields = {}
     return Holder(
         flusher=identity.from_json(fields.get("flusher")),

@@ -4,9 +4,18 @@ import os
 from bisect import bisect_right
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
-from dcp_tiered.errors import UnavailableError, from_os_error
+from awscrt.checksums import crc32c
+
+from dcp_tiered.errors import CorruptError, from_os_error
 from dcp_tiered.format.pack import Pack
+
+_CHECK_BYTES = 8 << 20
+_DAMAGED_HINT = (
+    "This save cannot become durable: look at 'dmesg' for the device, and save again under another"
+    " checkpoint_id."
+)
 
 
 class PackSource:
@@ -21,7 +30,7 @@ class PackSource:
         self._directory = directory
         self._fds: list[int] = []
 
-    def __enter__(self) -> "PackSource":
+    def __enter__(self) -> Self:
         try:
             for shard in self._shards:
                 path = self._directory / shard.name
@@ -72,8 +81,28 @@ class PackSource:
         except OSError as exc:
             raise from_os_error(exc, "local", path, "read a shard file") from exc
         if not data:
-            raise UnavailableError(f"shard file ends at {at} bytes", "local", path)
+            raise CorruptError(f"shard file ends at {at} bytes", "local", path, _DAMAGED_HINT)
         return data
+
+    def check(self) -> None:
+        """Read every shard file and name the first one that is not what was saved.
+
+        Raises:
+            CorruptError: With the path of that file.
+        """
+        for number, shard in enumerate(self._shards):
+            crc = done = 0
+            while done < shard.length:
+                data = self._read(number, min(_CHECK_BYTES, shard.length - done), done)
+                crc = crc32c(data, crc)
+                done += len(data)
+            if crc != shard.crc32c:
+                raise CorruptError(
+                    "shard file does not have the checksum that it was saved with",
+                    "local",
+                    str(self._directory / shard.name),
+                    _DAMAGED_HINT,
+                )
 
     def _close(self) -> None:
         while self._fds:

@@ -1,5 +1,6 @@
 """Upload, verify and find packs: what stands between a sealed shard file and a commit (I1)."""
 
+import contextlib
 from dataclasses import dataclass
 
 from awscrt.checksums import crc32c
@@ -29,7 +30,11 @@ class PackStore:
         key = layout.key(checkpoint_id, pack.name)
         if not self.is_verified(checkpoint_id, pack):
             with PackSource(self.local.root / checkpoint_id, pack) as source:
-                self.durable.upload(key, source)
+                try:
+                    self.durable.upload(key, source)
+                except CorruptError:
+                    source.check()  # says which file it is, if the fault is on this side
+                    raise
             self._verify_upload(checkpoint_id, pack)
 
     def is_verified(self, checkpoint_id: str, pack: Pack) -> bool:
@@ -70,7 +75,7 @@ class PackStore:
             self.durable.read_into(key, length - len(end), memoryview(end))
             trailer = decode_pack_trailer(bytes(end), length)
             if length - trailer.start > _TAIL_BYTES_MAX:
-                raise CorruptError("pack footer is too large", "durable", key)
+                return None
             tail = bytearray(length - trailer.start)
             self.durable.read_into(key, trailer.start, memoryview(tail))
             return decode_pack(name, trailer, bytes(tail))
@@ -89,12 +94,9 @@ class PackStore:
             )
         if info.crc32c is None:
             self._read_back(key, pack)
-            try:
-                self.durable.put(
-                    layout.key(checkpoint_id, layout.ok_name(pack.name)), canonical_json(_ok(pack))
-                )
-            except AlreadyExistsError:
-                pass
+            ok = layout.key(checkpoint_id, layout.ok_name(pack.name))
+            with contextlib.suppress(AlreadyExistsError):
+                self.durable.put(ok, canonical_json(_ok(pack)))
         elif info.crc32c != pack.crc32c:
             raise CorruptError("store computed another checksum than ours", "durable", key)
 

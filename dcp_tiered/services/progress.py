@@ -22,10 +22,19 @@ from dcp_tiered.errors import (
     UnavailableError,
 )
 from dcp_tiered.format import layout
+from dcp_tiered.format.records import Commit
 from dcp_tiered.interfaces import LocalTier
+from dcp_tiered.services import identity
 from dcp_tiered.services.catalog import Catalog
+from dcp_tiered.services.identity import ProcessIdentity
+from dcp_tiered.services.lock import FlusherLock
 
 _PERMANENT = (ConflictError, InvalidError, ResidencyError)
+_FINAL = ("conflict", "damaged")
+"""States that no credentials and no waiting can change."""
+_ASK_S = 1.0
+"""How often `wait` asks the store itself, where nothing on this node could tell."""
+_PRIVATE = 0o600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +43,9 @@ class Report:
 
     checkpoint_id: str
     attempt: str
+    """Empty for shard files whose manifest lies on another node."""
     state: str
-    """`waiting`, `uploading`, `incomplete`, `failed` or `conflict`."""
+    """`waiting`, `uploading`, `incomplete`, `failed`, `damaged` or `conflict`."""
     bytes_done: int = 0
     tries: int = 0
     at: float = 0.0
@@ -50,16 +60,28 @@ class CheckpointStatus:
 
     checkpoint_id: str
     state: str
-    """`saving`, `local`, `uploading`, `incomplete`, `failed`, `conflict` or `durable`."""
+    """`saving`, `local`, `durable`, or what the flusher reports."""
     step: int | None
     bytes_stored: int
     bytes_uploaded: int
     error: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reports:
+    """The flusher's reports as they lie on disk; empty when they are missing or damaged."""
+
+    flusher: ProcessIdentity | None = None
+    """Who wrote them."""
+    failure: TieredError | None = None
+    """Why that process ended, when it failed as a whole."""
+    failed_at: float = 0.0
+    by_id: dict[str, Report] = field(default_factory=dict)
+
+
 @dataclass(kw_only=True)
 class ReportFile:
-    """The flusher's reports, replaced as a whole; a hint for people and for `wait`, never a truth."""
+    """The flusher's reports, replaced as a whole: a hint for people and `wait`, never a truth."""
 
     run_path: Path
     reports: dict[str, Report] = field(default_factory=dict)
@@ -74,24 +96,30 @@ class ReportFile:
         if self.reports.pop(checkpoint_id, None) is not None:
             self.write()
 
-    def write(self) -> None:
+    def fail(self, error: TieredError) -> None:
+        """Tell why the flusher as a whole cannot work; what it said about each id stays."""
+        self.reports = read_reports(self.run_path)
+        self.write({"error": describe_error(error), "at": time.time()})
+
+    def write(self, failure: dict[str, Any] | None = None) -> None:
         """Write the reports; a full disk must not stop the flusher that empties it."""
         path = self.run_path / layout.STATUS_FILE
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        data = {"pid": os.getpid(), "reports": [asdict(report) for report in self.reports.values()]}
+        temporary = path.with_suffix(".tmp")
+        data = {
+            "pid": os.getpid(),
+            "flusher": identity.current().to_json(),
+            "failure": failure,
+            "reports": [asdict(report) for report in self.reports.values()],
+        }
         with contextlib.suppress(OSError):
+            temporary.touch(mode=_PRIVATE)
             temporary.write_text(json.dumps(data), encoding="utf-8")
             temporary.replace(path)
 
 
 def read_reports(run_path: Path) -> dict[str, Report]:
     """Return the flusher's reports by id; none when they are missing or damaged."""
-    try:
-        fields = json.loads((run_path / layout.STATUS_FILE).read_text(encoding="utf-8"))
-        reports = [Report(**report) for report in fields["reports"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return {report.checkpoint_id: report for report in reports}
+    return _read(run_path).by_id
 
 
 def describe_error(error: TieredError) -> dict[str, Any]:
@@ -99,48 +127,102 @@ def describe_error(error: TieredError) -> dict[str, Any]:
     return {"class": type(error).__name__, "fields": list(error.args)}
 
 
-def restore_error(fields: dict[str, Any] | None) -> TieredError | None:
-    """Return the error that plain data describes."""
-    if fields is None:
+def restore_error(fields: object) -> TieredError | None:
+    """Return the error that plain data describes, None for anything else."""
+    if not isinstance(fields, dict):
         return None
     cls = getattr(errors, str(fields.get("class")), None)
     if not isinstance(cls, type) or not issubclass(cls, TieredError):
         cls = UnavailableError
-    return cls(*fields.get("fields", ["unknown error"]))
+    try:
+        return cls(*fields.get("fields", ["unknown error"]))
+    except TypeError:
+        return UnavailableError("unknown error")
+
+
+def _read(run_path: Path) -> Reports:
+    try:
+        fields = json.loads((run_path / layout.STATUS_FILE).read_text(encoding="utf-8"))
+        reports = [Report(**report) for report in fields["reports"]]
+        failure = fields.get("failure") or {}
+        return Reports(
+            flusher=identity.from_json(fields.get("flusher")),
+            failure=restore_error(failure.get("error")),
+            failed_at=float(failure.get("at", 0.0)),
+            by_id={report.checkpoint_id: report for report in reports if _is_sound(report)},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return Reports()
+
+
+def _is_sound(report: Report) -> bool:
+    texts = (report.checkpoint_id, report.attempt, report.state)
+    numbers = (report.bytes_done, report.tries, report.at)
+    return all(isinstance(text, str) for text in texts) and all(
+        isinstance(number, int | float) for number in numbers
+    )
 
 
 def status(catalog: Catalog, local: LocalTier) -> list[CheckpointStatus]:
-    """Return how far each checkpoint on this node is, oldest first."""
+    """Return how far each checkpoint on this node is, oldest first; damage is a line of its own."""
     reports = read_reports(local.root)
-    lines = []
+    lines: list[tuple[int, CheckpointStatus]] = []
     for checkpoint_id in catalog.local_ids():
-        published = catalog.published(checkpoint_id)
-        if published is None:
-            if catalog.sealed(checkpoint_id):
-                lines.append((0, _unpublished(checkpoint_id)))
-            continue
-        head = published.head
-        commit = catalog.noted(checkpoint_id)
-        report = reports.get(checkpoint_id)
-        if report is not None and report.attempt != head.attempt:
-            report = None
-        error = restore_error(report.error) if report else None
-        if commit is not None and commit.attempt == head.attempt:
-            state, uploaded = "durable", head.bytes_stored()
-        elif report is not None and report.state != "waiting":
-            state, uploaded = report.state, report.bytes_done
-        else:
-            state, uploaded = "local", 0
-        line = CheckpointStatus(
-            checkpoint_id=checkpoint_id,
-            state=state,
-            step=head.step,
-            bytes_stored=head.bytes_stored(),
-            bytes_uploaded=uploaded,
-            error=str(error) if error and state != "durable" else None,
-        )
-        lines.append((head.sequence, line))
+        try:
+            line = _line(catalog, checkpoint_id, reports.get(checkpoint_id))
+        except TieredError as exc:
+            line = 0, _bare(checkpoint_id, "damaged", exc)
+        if line is not None:
+            lines.append(line)
     return [line for _, line in sorted(lines, key=lambda pair: pair[0])]
+
+
+def _line(
+    catalog: Catalog, checkpoint_id: str, report: Report | None
+) -> tuple[int, CheckpointStatus] | None:
+    """Return one line and its place in the order, None for an id without anything of a save."""
+    published, commit = catalog.published(checkpoint_id), catalog.noted(checkpoint_id)
+    if published is None and commit is None and not catalog.sealed(checkpoint_id):
+        return None
+    attempt = published.head.attempt if published is not None else ""
+    if report is not None and report.attempt != attempt:
+        report = None
+    error = restore_error(report.error) if report else None
+    if commit is not None and (published is None or commit.sequence >= published.head.sequence):
+        # The newest save that this node knows of; an older one that lost against it does not count.
+        line = _bare(checkpoint_id, "durable", None, commit.step, commit.bytes_stored)
+        return commit.sequence, line
+    if published is None:
+        return 0, _bare(checkpoint_id, report.state if report and error else "saving", error)
+    head = published.head
+    state, uploaded = "local", 0
+    if report is not None and report.state != "waiting":
+        state, uploaded = report.state, report.bytes_done
+    return head.sequence, CheckpointStatus(
+        checkpoint_id=checkpoint_id,
+        state=state,
+        step=head.step,
+        bytes_stored=head.bytes_stored(),
+        bytes_uploaded=uploaded,
+        error=str(error) if error else None,
+    )
+
+
+def _bare(
+    checkpoint_id: str,
+    state: str,
+    error: TieredError | None,
+    step: int | None = None,
+    bytes_stored: int = 0,
+) -> CheckpointStatus:
+    return CheckpointStatus(
+        checkpoint_id=checkpoint_id,
+        state=state,
+        step=layout.step_of(checkpoint_id) if step is None else step,
+        bytes_stored=bytes_stored,
+        bytes_uploaded=bytes_stored,
+        error=str(error) if error else None,
+    )
 
 
 def wait(
@@ -156,8 +238,8 @@ def wait(
 ) -> None:
     """Block until a checkpoint of this node is `local` or `durable`.
 
-    What has to be in it is this rank's newest sealed shard file of that id, so that the answer is not
-    about an older save under the same id.
+    What has to be in it is this rank's newest sealed shard file of that id, so that the answer is
+    not about an older save under the same id.
 
     Args:
         catalog: The run's catalog.
@@ -165,25 +247,33 @@ def wait(
         level: `local` or `durable`.
         checkpoint_id: The id.
         rank: Global rank of the caller.
-        timeout_s: Longest wait.
+        timeout_s: Longest wait; where this node has nothing of the checkpoint and the store has to
+            be asked, one request to it may come on top.
         poll_s: How often to look.
-        keep_flusher: Called on every look while `durable` is awaited, starts a flusher if none runs.
+        keep_flusher: Called on every look for `durable`, starts a flusher if none runs.
 
     Raises:
         ConflictError: Another attempt owns the id.
+        CorruptError: A shard file on this node is damaged, so this save cannot become durable.
         InvalidError: The flusher cannot succeed before something is fixed.
         UnavailableError: The time is over; the last error of the flusher is in the message.
     """
-    begun, deadline = time.time(), time.monotonic() + timeout_s
+    begun, deadline, ask_at = time.time(), time.monotonic() + timeout_s, 0.0
     while True:
-        if level == "durable":
-            keep_flusher()
-            if _is_durable(catalog, local, checkpoint_id, rank):
+        if level == "local":
+            if _is_local(catalog, local, checkpoint_id, rank):
                 return
-        elif _is_local(catalog, local, checkpoint_id, rank):
+        elif _is_durable(catalog, local, checkpoint_id, rank):
             return
-        error = _fresh_error(catalog, local, checkpoint_id, begun)
-        if level == "durable" and isinstance(error, _PERMANENT):
+        elif catalog.sealed(checkpoint_id) or catalog.published(checkpoint_id) is not None:
+            keep_flusher()
+        elif time.monotonic() >= ask_at:
+            # This node wrote nothing of it, so no flusher here will ever note its commit.
+            if _is_committed(catalog, checkpoint_id):
+                return
+            ask_at = time.monotonic() + _ASK_S
+        error, final = _error(catalog, local, checkpoint_id, begun)
+        if error is not None and level == "durable" and final:
             raise error
         if time.monotonic() >= deadline:
             raise _late(level, checkpoint_id, timeout_s, error)
@@ -196,17 +286,29 @@ def _is_durable(catalog: Catalog, local: LocalTier, checkpoint_id: str, rank: in
         return False
     mine = _newest_shard(catalog, local, checkpoint_id, rank)
     if mine is not None:
-        return mine in {placement.shard for placement in commit.placements}
+        return _names(commit, mine)
     published = catalog.published(checkpoint_id)
     return published is None or published.head.attempt == commit.attempt
 
 
 def _is_local(catalog: Catalog, local: LocalTier, checkpoint_id: str, rank: int) -> bool:
-    published = catalog.published(checkpoint_id)
-    if published is None:
-        return False
     mine = _newest_shard(catalog, local, checkpoint_id, rank)
-    return mine is None or mine in {shard.name for shard in published.head.shards}
+    published = catalog.published(checkpoint_id)
+    if published is not None:
+        return mine is None or mine in {shard.name for shard in published.head.shards}
+    commit = catalog.noted(checkpoint_id)
+    return commit is not None and mine is not None and _names(commit, mine)
+
+
+def _is_committed(catalog: Catalog, checkpoint_id: str) -> bool:
+    try:
+        return isinstance(catalog.state(checkpoint_id), Commit)
+    except UnavailableError:
+        return False
+
+
+def _names(commit: Commit, shard: str) -> bool:
+    return shard in {placement.shard for placement in commit.placements}
 
 
 def _newest_shard(catalog: Catalog, local: LocalTier, checkpoint_id: str, rank: int) -> str | None:
@@ -220,19 +322,32 @@ def _newest_shard(catalog: Catalog, local: LocalTier, checkpoint_id: str, rank: 
     return newest
 
 
-def _fresh_error(
+def _error(
     catalog: Catalog, local: LocalTier, checkpoint_id: str, since: float
-) -> TieredError | None:
-    """Return the flusher's error about the published attempt, if it is no older than the question.
+) -> tuple[TieredError | None, bool]:
+    """Return what the flusher last met with this save, and whether waiting on is of no use.
 
-    A conflict stays one; anything else may have been fixed since an older report.
+    A refusal counts only when it is no older than the question and comes from a flusher that serves
+    this job: an orphan's credentials say nothing about those of the one that replaces it.
     """
-    report = read_reports(local.root).get(checkpoint_id)
-    published = catalog.published(checkpoint_id)
-    if report is None or published is None or report.attempt != published.head.attempt:
-        return None
-    error = restore_error(report.error)
-    return error if isinstance(error, ConflictError) or report.at >= since else None
+    reports = _read(local.root)
+    report = reports.by_id.get(checkpoint_id)
+    error = restore_error(report.error) if report else None
+    if report is not None and error is not None:
+        published = catalog.published(checkpoint_id)
+        if report.attempt == (published.head.attempt if published is not None else ""):
+            if report.state in _FINAL and report.attempt:
+                return error, True
+            final = isinstance(error, _PERMANENT) and report.at >= since
+            return error, final and _serves(local, reports.flusher)
+    fresh = reports.failure is not None and reports.failed_at >= since
+    return (reports.failure, False) if fresh else (None, False)
+
+
+def _serves(local: LocalTier, flusher: ProcessIdentity | None) -> bool:
+    """Tell whether a flusher is the one that has the lock, for a process that is alive."""
+    holder = FlusherLock(local.root).holder()
+    return holder is not None and holder.flusher == flusher and not holder.is_orphaned()
 
 
 def _late(
@@ -246,15 +361,4 @@ def _late(
         return UnavailableError(message, error.tier, error.key, hint, error.errno)
     return UnavailableError(
         message, "local" if level == "local" else "durable", checkpoint_id, hint
-    )
-
-
-def _unpublished(checkpoint_id: str) -> CheckpointStatus:
-    return CheckpointStatus(
-        checkpoint_id=checkpoint_id,
-        state="saving",
-        step=layout.step_of(checkpoint_id),
-        bytes_stored=0,
-        bytes_uploaded=0,
-        error=None,
     )

@@ -8,6 +8,7 @@ a store that cannot be asked is never taken for one that has nothing.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from dcp_tiered.errors import (
     AbsentError,
@@ -69,14 +70,13 @@ class Choice:
 
 def offer(catalog: Catalog, requested: object) -> Offer:
     """Return what this rank has to offer; an error is an offer too, so that no rank waits in vain."""
+    wanted = None if requested is None else str(requested)[:200]
     try:
-        wanted = None if requested is None else layout.check_checkpoint_id(requested)
-    except TieredError as exc:
-        return Offer(requested=str(requested)[:200], error=exc)
-    try:
+        if requested is not None:
+            layout.check_checkpoint_id(requested)
         return _look(catalog, wanted)
-    except TieredError as exc:
-        return Offer(requested=wanted, error=exc)
+    except Exception as exc:  # noqa: BLE001 - an error that stays here leaves the other ranks waiting
+        return Offer(requested=wanted, error=_ours(exc, "look at the local tier"))
 
 
 def choose(catalog: Catalog, offers: Sequence[Offer]) -> Choice | TieredError:
@@ -87,8 +87,8 @@ def choose(catalog: Catalog, offers: Sequence[Offer]) -> Choice | TieredError:
     """
     try:
         return _choose(catalog, offers)
-    except TieredError as exc:
-        return exc
+    except Exception as exc:  # noqa: BLE001 - an error that stays here leaves the other ranks waiting
+        return _ours(exc, "choose a checkpoint")
 
 
 def local_manifest(catalog: Catalog, choice: Choice) -> bytes:
@@ -111,21 +111,22 @@ def _look(catalog: Catalog, wanted: str | None) -> Offer:
             continue
         try:
             published = catalog.published(checkpoint_id)
-            noted = catalog.noted(checkpoint_id)
+            copy = _copy(catalog, published) if published is not None else None
         except TieredError as exc:
             # This copy is bad, and the durable tier may have another one.
             _log.error("ignoring a damaged local checkpoint: %s", exc)
             unpublished.append(checkpoint_id)
             continue
-        if published is not None:
-            copies.append(_copy(catalog, published, noted))
+        if copy is not None:
+            copies.append(copy)
         elif catalog.sealed(checkpoint_id):
             unpublished.append(checkpoint_id)
     return Offer(requested=wanted, copies=tuple(copies), unpublished=tuple(unpublished))
 
 
-def _copy(catalog: Catalog, published: Published, noted: Commit | None) -> LocalCopy:
+def _copy(catalog: Catalog, published: Published) -> LocalCopy:
     head = published.head
+    noted = catalog.noted(head.checkpoint_id)
     return LocalCopy(
         checkpoint_id=head.checkpoint_id,
         attempt=head.attempt,
@@ -273,12 +274,11 @@ def _manifest(catalog: Catalog, chosen: Choice, mine: Offer) -> bytes:
 
 def _explain(chosen: Choice, offers: Sequence[Offer]) -> None:
     """Say which newer checkpoints were passed over and why."""
-    newer = {
-        copy.checkpoint_id: max(one.missing for o in offers for one in o.copies)
-        for one in offers
-        for copy in one.copies
-        if copy.sequence > chosen.sequence
-    }
+    newer: dict[str, int] = {}
+    for copy in (copy for one in offers for copy in one.copies):
+        if copy.sequence > chosen.sequence:
+            known = newer.get(copy.checkpoint_id, 0)
+            newer[copy.checkpoint_id] = max(known, copy.missing)
     for checkpoint_id, missing in sorted(newer.items()):
         _log.warning(
             "passing over %s, which is newer than %s: it is not committed and not whole on every"
@@ -310,6 +310,9 @@ def _nothing(
     partial = {copy.checkpoint_id for one in offers for copy in one.copies}
     partial |= {name for one in offers for name in one.unpublished}
     partial |= {name for name, state in states.items() if state is None and wanted is None}
+    if wanted is not None and catalog.durable is not None and wanted not in partial:
+        # Another node may be bringing it up: that is not the same as an id that nobody saved.
+        partial |= {wanted for _ in islice(catalog.durable.list_keys(wanted), 1)}
     if partial:
         names = ", ".join(sorted(partial)[:_NAMED_MAX])
         return IncompleteError(
@@ -329,3 +332,11 @@ def _nothing(
         None,
         "Start from scratch if this is a new run; otherwise check the URL and local=.",
     )
+
+
+def _ours(exc: Exception, doing: str) -> TieredError:
+    """Return an error that can travel to all ranks."""
+    if isinstance(exc, TieredError):
+        return exc
+    _log.error("unexpected error", exc_info=exc)
+    return TieredError(f"cannot {doing}: {type(exc).__name__}: {str(exc)[:500]}")

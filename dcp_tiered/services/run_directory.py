@@ -1,5 +1,7 @@
-"""The directory of a run on this node: who owns it, where it flushes to, and this node's identity."""
+"""The directory of a run on this node: where it flushes to, and this node's identity."""
 
+import contextlib
+import logging
 import socket
 from typing import Any
 
@@ -7,12 +9,14 @@ from dcp_tiered.errors import AbsentError, AlreadyExistsError, CorruptError, Tie
 from dcp_tiered.format import layout
 from dcp_tiered.format.columns import canonical_json, parse_json
 from dcp_tiered.interfaces import LocalTier
+from dcp_tiered.services.catalog import replace
 
+_log = logging.getLogger(__name__)
 _FILE_BYTES_MAX = 1 << 20
 
 
 def open_node(local: LocalTier, fresh_id: str) -> str:
-    """Return this local root's node id, made on first use.
+    """Return this local root's node id, made on first use and again when it was damaged.
 
     Args:
         local: The run's directory.
@@ -20,10 +24,16 @@ def open_node(local: LocalTier, fresh_id: str) -> str:
     """
     data = canonical_json({"node": fresh_id, "host": socket.gethostname()})
     try:
-        local.put(layout.NODE_FILE, data)
-    except AlreadyExistsError:
-        data = local.get(layout.NODE_FILE, _FILE_BYTES_MAX)
-    return layout.check_node(parse_json(data).get("node"))
+        node = node_of(local)
+        if node is not None:
+            return node
+        with contextlib.suppress(AlreadyExistsError):
+            local.put(layout.NODE_FILE, data)
+    except CorruptError as exc:
+        # Shard files are found by name, whichever id they were sealed under: nothing is lost.
+        _log.warning("the node's id is damaged, taking a new one: %s", exc)
+        replace(local, layout.NODE_FILE, data)
+    return node_of(local) or layout.check_node(fresh_id)
 
 
 def node_of(local: LocalTier) -> str | None:
@@ -37,11 +47,21 @@ def node_of(local: LocalTier) -> str | None:
 
 
 def remember_run(local: LocalTier, url: str, options: dict[str, Any]) -> None:
-    """Note the run's URL and its options without secrets, so that `dcp-tiered flush` finds them."""
+    """Note the run's URL and its options without secrets, so that `dcp-tiered flush` finds them.
+
+    The newest options count: an endpoint that has moved must not send an operator to the old one.
+    """
+    data = canonical_json({"url": url, "options": options})
     try:
-        local.put(layout.RUN_FILE, canonical_json({"url": url, "options": options}))
-    except AlreadyExistsError:
-        run_of(local)
+        if run_of(local) == (url, options):
+            return
+    except AbsentError:
+        with contextlib.suppress(AlreadyExistsError):
+            local.put(layout.RUN_FILE, data)
+            return
+    except CorruptError as exc:
+        _log.warning("writing the run's description anew: %s", exc)
+    replace(local, layout.RUN_FILE, data)
 
 
 def run_of(local: LocalTier) -> tuple[str, dict[str, Any]]:

@@ -44,7 +44,8 @@ class ShardAccess:
         self._durable = durable
         self._placed = {place.shard: place for place in commit.placements} if commit else {}
         self._packs = commit.packs if commit else ()
-        self._bad: set[int] = set()
+        self._bad: dict[int, TieredError] = {}
+        """What was wrong with the local copy of a shard file."""
         self._indexes: dict[int, Index] = {}
         self._lock = threading.Lock()
         self.bytes_read = {"local": 0, "durable": 0}
@@ -91,27 +92,35 @@ class ShardAccess:
     def _from_nearest(self, shard: int, start: int, end: int, use: Any) -> Any:
         """Read a range from the nearest copy that has it sound; raise what the last copy raised."""
         ref = self._head.shards[shard]
-        failures: list[TieredError] = []
+        with self._lock:
+            failures = [self._bad[shard]] if shard in self._bad else []
         for tier, key, offset in self._copies(shard):
             buffer = memoryview(bytearray(end - start))
             try:
                 tier.read_into(key, offset + start, buffer)
                 result = use(shard, buffer)
-            except (AbsentError, CorruptError) as exc:
-                failures.append(type(exc)(exc.message, tier.name, exc.key or key, exc.hint))
+            except TieredError as exc:
+                # A local disk that fails is one more reason to ask the durable tier; the durable tier's
+                # own silence proves nothing about the copy and goes to the caller as it is (I8).
+                if tier.name != "local" and not isinstance(exc, (AbsentError, CorruptError)):
+                    raise
+                failure = type(exc)(exc.message, tier.name, exc.key or key, exc.hint, exc.errno)
+                failures.append(failure)
                 if tier.name == "local":
-                    self._distrust(shard, failures[-1])
+                    self._distrust(shard, failure)
                 continue
             with self._lock:
                 self.bytes_read[tier.name] += end - start
             return result
-        if failures and isinstance(failures[-1], CorruptError):
-            worst = failures[-1]
-            raise CorruptError(
+        bad = [failure for failure in failures if not isinstance(failure, AbsentError)]
+        if bad:
+            worst = bad[-1]
+            raise type(worst)(
                 f"no sound copy of shard file {ref.name}: {worst.message}",
                 worst.tier,
                 worst.key,
                 "Load an older checkpoint by its checkpoint_id; 'dcp-tiered ls URL' lists them.",
+                worst.errno,
             )
         raise IncompleteError(
             f"shard file {ref.name} of {self._head.checkpoint_id} cannot be reached: it lies on node"
@@ -130,16 +139,19 @@ class ShardAccess:
             copies.append((self._local, layout.key(self._head.checkpoint_id, ref.name), 0))
         place = self._placed.get(ref.name)
         if self._durable is not None and place is not None:
-            pack = self._packs[place.pack].name
-            copies.append((self._durable, layout.key(self._head.checkpoint_id, pack), place.start))
+            pack = self._packs[place.pack]
+            key = layout.key(self._head.checkpoint_id, pack.name)
+            if place.start + ref.length > pack.length:
+                raise CorruptError("commit places a shard file outside its pack", "durable", key)
+            copies.append((self._durable, key, place.start))
         return copies
 
     def _distrust(self, shard: int, error: TieredError) -> None:
         with self._lock:
             if shard in self._bad:
                 return
-            self._bad.add(shard)
-        if isinstance(error, CorruptError):
+            self._bad[shard] = error
+        if not isinstance(error, AbsentError):
             _log.error(
                 "local copy is bad, reading the durable one: %s (remove the file to get rid of it)",
                 error,

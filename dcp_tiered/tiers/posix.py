@@ -1,7 +1,7 @@
 """A tier that is a directory: NVMe, Lustre, NFS. Temporary, fsync, link, fsync of the directory.
 
-An object appears by `link`, which fails when the name is taken: that makes creation exclusive on any
-POSIX file system, and no reader ever sees a part of one. Rename would replace silently.
+An object appears by `link`, which fails when the name is taken: that makes creation exclusive on
+any POSIX file system, and no reader ever sees a part of one. Rename would replace silently.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from dcp_tiered.interfaces import ObjectInfo, Source
 _COPY_BYTES = 8 << 20
 _TEMPORARY = ".tmp-"
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+_FLAGS = os.O_RDWR | os.O_CLOEXEC
 _FILE_MODE = 0o600
 _DIRECTORY_MODE = 0o700
 
@@ -35,8 +37,8 @@ class PosixTier:
 
     Args:
         root: The directory; made when the first object is created.
-        base: A directory at or above `root` that has to be there already. A mount that is missing is
-            an error: it must neither pass for an empty tier nor be filled on the disk below it.
+        base: A directory at or above `root` that has to be there already. A mount that is missing
+            is an error: it must neither pass for an empty tier nor be filled on the disk below it.
         name: `local` or `durable`.
     """
 
@@ -115,7 +117,9 @@ class PosixTier:
     def head(self, key: str) -> ObjectInfo:
         """Return the length; a file system keeps no checksum."""
         with self._errors(self.path(key), "look at"):
-            return ObjectInfo(key=key, length=self.path(key).stat().st_size)
+            found = self.path(key).stat()
+        self._need_file(key, found.st_mode)
+        return ObjectInfo(key=key, length=found.st_size)
 
     def list_keys(self, prefix: str) -> Iterator[str]:
         """Yield every key below a directory; see `Tier.list_keys`."""
@@ -152,9 +156,14 @@ class PosixTier:
         with self._errors(self.path(key), "open"):
             fd = os.open(self.path(key), os.O_RDONLY | os.O_CLOEXEC)
         try:
+            self._need_file(key, os.fstat(fd).st_mode)
             yield fd
         finally:
             os.close(fd)
+
+    def _need_file(self, key: str, mode: int) -> None:
+        if not stat.S_ISREG(mode):
+            raise AbsentError("no such object: not a file", self.name, str(self.path(key)))
 
     def _fill(self, key: str, fd: int, start: int, buffer: memoryview) -> None:
         done = 0
@@ -190,22 +199,18 @@ class PosixTier:
 
 
 class _StagedFile:
-    """A file without a name, or under a locked temporary one where the file system knows no other."""
+    """A file without a name, or under a locked temporary one where O_TMPFILE is not known."""
 
     def __init__(self, path: Path, tier: str) -> None:
         self.path = path
         self._tier = tier
         self._temporary: Path | None = None
-        flags = os.O_RDWR | os.O_CLOEXEC
         try:
-            self.fd = os.open(path.parent, flags | os.O_TMPFILE, _FILE_MODE)
+            self.fd = os.open(path.parent, _FLAGS | os.O_TMPFILE, _FILE_MODE)
         except OSError as exc:
             if exc.errno not in _NO_TMPFILE:
                 raise
-            self._temporary = path.parent / f"{_TEMPORARY}{secrets.token_hex(8)}"
-            self.fd = os.open(self._temporary, flags | os.O_CREAT | os.O_EXCL, _FILE_MODE)
-            # Held until the file has its name: a sweeper that can take it knows that we are dead.
-            fcntl.flock(self.fd, fcntl.LOCK_EX)
+            self.fd, self._temporary = _open_locked(path.parent)
 
     def seal(self) -> None:
         """Make the file durable under its name; see `StagedFile.seal`."""
@@ -223,7 +228,11 @@ class _StagedFile:
         except FileExistsError as exc:
             raise AlreadyExistsError("object is there already", self._tier, str(self.path)) from exc
         except OSError as exc:
-            raise from_os_error(exc, self._tier, str(self.path), "seal a file") from exc
+            # Space may run out this late: file systems allocate behind the back of a write.
+            asked = os.fstat(self.fd).st_size
+            raise from_os_error(
+                exc, self._tier, str(self.path), "seal a file", bytes_asked=asked
+            ) from exc
 
     def discard(self) -> None:
         """Drop what was not sealed; a sealed file keeps its name."""
@@ -231,6 +240,20 @@ class _StagedFile:
             with contextlib.suppress(OSError):
                 self._temporary.unlink()
         os.close(self.fd)
+
+
+def _open_locked(directory: Path) -> tuple[int, Path]:
+    """Create a temporary whose lock tells a sweeper that its owner lives."""
+    while True:
+        temporary = directory / f"{_TEMPORARY}{secrets.token_hex(8)}"
+        fd = os.open(temporary, _FLAGS | os.O_CREAT | os.O_EXCL, _FILE_MODE)
+        # Where a file system has no locks a sweeper cannot take one either, and leaves it alone.
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        # A sweeper may have come between the two and taken the name away.
+        if os.fstat(fd).st_nlink:
+            return fd, temporary
+        os.close(fd)
 
 
 def _write_all(fd: int, data: bytes) -> None:

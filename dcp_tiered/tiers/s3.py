@@ -1,65 +1,51 @@
 """S3 and compatible stores, through botocore's plain client in threads.
 
-s3fs is what users know, so options are read as s3fs reads them. The bytes go another way: s3fs holds
-whole parts in memory and hashes them several times, and its uploads can hang for ever where a server
-accepts a request and never answers. Here a part is a window on the source that is re-read on every
-try, its CRC32C goes with it for the store to check, and one retry layer has one deadline.
+The bytes do not go through s3fs: it holds whole parts in memory and hashes them several times, and
+its uploads can hang for ever where a server accepts a request and never answers. Here a part is a
+window on the source that is re-read on every try, and its CRC32C goes along for the store to check.
 """
 
-import base64
-import io
 import logging
 import os
-import random
-import struct
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import closing
+from io import RawIOBase
 from typing import Any
 
 from awscrt.checksums import combine_crc32c, crc32c
 
 from dcp_tiered.errors import (
     AbsentError,
-    AlreadyExistsError,
     CorruptError,
     InvalidError,
     TieredError,
     UnavailableError,
 )
 from dcp_tiered.interfaces import ObjectInfo, Source
+from dcp_tiered.tiers.s3_requests import (
+    S3Requests,
+    crc_header,
+    crc_value,
+    too_short,
+    transport_errors,
+)
 
 _log = logging.getLogger(__name__)
 
-_PARTS_MAX = 9_000
-"""Below S3's limit of 10,000: the part size grows before that is ever reached."""
+# S3's own limits; compatible stores copy them.
+_PARTS_MAX = 10_000
+_PART_BYTES_MIN = 5 << 20
+_PART_BYTES_MAX = 5 << 30
+
 _PART_THREADS = 3
 _READ_BYTES = 256 << 10
-_RETRYABLE = {
-    "500",
-    "502",
-    "503",
-    "504",
-    "BadDigest",
-    "ConditionalRequestConflict",
-    "IncompleteBody",
-    "InternalError",
-    "OperationAborted",
-    "RequestTimeout",
-    "RequestTimeTooSkewed",
-    "ServiceUnavailable",
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
-    "TooManyRequests",
-    "XAmzContentSHA256Mismatch",
-}
-_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
-_ABSENT = {"NoSuchKey", "NotFound", "404"}
-_EXISTS = {"PreconditionFailed", "412"}
+_SUM_BYTES = 1 << 20
+_UPLOADS_MAX = 2
+_TIDY_S = 5.0
+"""Aborting what is left of an upload is a courtesy, and not waited for longer than this."""
 _ALGORITHM = {"ChecksumAlgorithm": "CRC32C", "ChecksumType": "FULL_OBJECT"}
-_CLIENT_OPTIONS = ("endpoint_url", "region_name", "use_ssl", "verify")
 
 
 class S3Tier:
@@ -67,8 +53,7 @@ class S3Tier:
 
     Args:
         path: `bucket/prefix`.
-        options: As for s3fs: key, secret, token, profile, endpoint_url, anon, client_kwargs,
-            config_kwargs.
+        options: See `S3Requests`.
         request_timeout_s: Longest silence of the store within one request.
         request_retry_s: How long one request is tried again before its error is raised.
         part_bytes: Size of one request of a large upload.
@@ -85,31 +70,21 @@ class S3Tier:
         request_retry_s: float,
         part_bytes: int,
     ) -> None:
-        self._bucket, _, self._prefix = path.partition("/")
-        self._options = dict(options)
-        self._timeout_s = request_timeout_s
-        self._retry_s = request_retry_s
+        bucket, _, self._prefix = path.partition("/")
+        self._requests = S3Requests(
+            bucket, options, request_timeout_s=request_timeout_s, request_retry_s=request_retry_s
+        )
         self._part_bytes = part_bytes
-        self._lock = threading.Lock()
-        self._client: Any = None
-        self._client_pid = 0
+        self._bucket_answers = False
         self.url = f"s3://{path}"
 
     def __repr__(self) -> str:
         return f"S3Tier({self.url})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave connections and locks behind: a client does not survive another process."""
-        return {**self.__dict__, "_client": None, "_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._lock = threading.Lock()
-
     def put(self, key: str, data: bytes) -> None:
         """Create a small object; see `Tier.put`."""
         self._call(
-            "put_object", key, Body=data, IfNoneMatch="*", ChecksumCRC32C=_header(crc32c(data))
+            "put_object", key, Body=data, IfNoneMatch="*", ChecksumCRC32C=crc_header(crc32c(data))
         )
 
     def upload(self, key: str, source: Source) -> None:
@@ -117,71 +92,82 @@ class S3Tier:
 
         The name is unique to its bytes, so the last request needs no condition.
         """
-        if self._is_there(key, source):
+        found = self._find(key)
+        if found is not None:
+            if not _same(found, source):
+                raise CorruptError(
+                    "object is there with other bytes than ours", self.name, self._where(key)
+                )
             return
-        part = max(self._part_bytes, -(-source.length // _PARTS_MAX))
-        if source.length <= part:
-            self._put_whole(key, source)
-        else:
-            self._abort_stale(key)
-            self._put_parts(key, source, part)
-        if not self._is_there(key, source):
-            raise UnavailableError(
-                "store accepted an object and does not have it",
-                self.name,
-                self._where(key),
-                "The upload is tried again; if this persists, the store loses data.",
-            )
+        for _ in range(_UPLOADS_MAX):
+            self._send(key, source)
+            # Stores have answered 200 for objects that were short by whole parts, or not there.
+            if _same(self._find(key), source):
+                return
+        raise UnavailableError(
+            "store accepted an object and has something else",
+            self.name,
+            self._where(key),
+            "The upload is tried again; if this persists, the store loses data.",
+        )
 
     def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole; see `Tier.get`."""
 
         def read(reply: Any) -> bytes:
-            length = int(reply["ContentLength"])
-            if length > bytes_max:
-                raise CorruptError(
-                    f"object of {length} bytes exceeds {bytes_max}", self.name, self._where(key)
-                )
-            buffer = bytearray(length)
-            _fill(reply["Body"], memoryview(buffer))
-            return bytes(buffer)
+            with closing(reply["Body"]) as body:
+                length = int(reply["ContentLength"])
+                if length > bytes_max:
+                    raise CorruptError(
+                        f"object of {length} bytes exceeds {bytes_max}", self.name, self._where(key)
+                    )
+                buffer = bytearray(length)
+                done = sum(_filling(body, memoryview(buffer)))
+                # botocore compares the checksum when it meets the end, not a byte before.
+                if done != length or body.read(1):
+                    raise OSError(f"reply has other than {length} bytes")
+                return bytes(buffer)
 
-        data: bytes = self._call("get_object", key, use=read)
+        data: bytes = self._call("get_object", key, use=read, ChecksumMode="ENABLED")
         return data
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` from `start`; see `Tier.read_into`. A broken reply is carried on."""
-        if not buffer:
-            return
         done = 0
 
         def read(reply: Any) -> None:
             nonlocal done
-            first = done
-            if not str(reply.get("ContentRange", "")).startswith(f"bytes {start + done}-"):
-                raise CorruptError("store ignored the range", self.name, self._where(key))
-            try:
-                for count in _filling(reply["Body"], buffer[done:]):
-                    done += count
-            except OSError:
-                if done == first:
-                    raise
-            finally:
-                reply["Body"].close()
+            with closing(reply["Body"]) as body:
+                if not str(reply.get("ContentRange", "")).startswith(f"bytes {start + done}-"):
+                    raise CorruptError("store ignored the range", self.name, self._where(key))
+                before = done
+                try:
+                    for count in _filling(body, buffer[done:]):
+                        done += count
+                except transport_errors():
+                    if done == before:
+                        raise
 
         while done < len(buffer):
             before = done
             span = f"bytes={start + done}-{start + len(buffer) - 1}"
             self._call("get_object", key, use=read, Range=span)
             if done == before:
-                raise self._too_short(self._where(key))
+                raise too_short(self._where(key))
 
     def head(self, key: str) -> ObjectInfo:
         """Return length and the checksum of the whole object, if the store keeps one."""
-        reply = self._call("head_object", key, ChecksumMode="ENABLED")
+        try:
+            reply = self._call("head_object", key, ChecksumMode="ENABLED")
+        except AbsentError:
+            # A reply to HEAD has no body that could say why: a bucket that is not there, or a web
+            # server that is no store at all, gives the same 404 as an object that is not there.
+            if not self._bucket_answers:
+                next(self._pages(Prefix=f"{self._prefix}/", MaxKeys=1))
+            raise
         stored = reply.get("ChecksumCRC32C")
         whole = reply.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
-        crc = _value(stored) if stored and whole and "-" not in stored else None
+        crc = crc_value(stored) if stored and whole and "-" not in stored else None
         return ObjectInfo(key=key, length=int(reply["ContentLength"]), crc32c=crc)
 
     def list_keys(self, prefix: str) -> Iterator[str]:
@@ -198,10 +184,7 @@ class S3Tier:
 
     def close(self) -> None:
         """Give connections back."""
-        with self._lock:
-            if self._client is not None:
-                self._client.close()
-                self._client = None
+        self._requests.close()
 
     def _pages(self, **arguments: Any) -> Iterator[Any]:
         while True:
@@ -209,61 +192,79 @@ class S3Tier:
             yield page
             if not page.get("IsTruncated"):
                 return
-            arguments["ContinuationToken"] = page["NextContinuationToken"]
+            token = page.get("NextContinuationToken")
+            if not token or token == arguments.get("ContinuationToken"):
+                raise UnavailableError(
+                    "store breaks a listing off", self.name, self.url, "It is tried again."
+                )
+            arguments["ContinuationToken"] = token
 
-    def _is_there(self, key: str, source: Source) -> bool:
+    def _find(self, key: str) -> ObjectInfo | None:
         try:
-            info = self.head(key)
+            return self.head(key)
         except AbsentError:
-            return False
-        return info.length == source.length and info.crc32c in (None, source.crc32c)
+            return None
 
-    def _put_whole(self, key: str, source: Source) -> None:
-        if _sum(source, 0, source.length) != source.crc32c:
+    def _send(self, key: str, source: Source) -> None:
+        part = part_size(source.length, self._part_bytes)
+        if source.length > part:
+            self._abort_stale(key)
+            self._put_parts(key, source, part)
+            return
+        if not source.length and source.crc32c:
             raise _damaged(key)
         self._call(
             "put_object",
             key,
-            body=lambda: _Window(source, 0, source.length),
+            body=lambda: _Window(key, source, 0, source.length, source.crc32c),
             ContentLength=source.length,
-            ChecksumCRC32C=_header(source.crc32c),
+            ChecksumCRC32C=crc_header(source.crc32c),
         )
 
     def _put_parts(self, key: str, source: Source, part: int) -> None:
         upload = self._call("create_multipart_upload", key, **_ALGORITHM)["UploadId"]
         try:
             parts = self._send_parts(key, source, part, upload)
+            self._complete(key, source, upload, parts)
+        except BaseException:
+            self._abort(key, upload)
+            raise
+
+    def _complete(self, key: str, source: Source, upload: str, parts: list[Any]) -> None:
+        try:
             self._call(
                 "complete_multipart_upload",
                 key,
                 UploadId=upload,
                 MultipartUpload={"Parts": parts},
                 ChecksumType="FULL_OBJECT",
-                ChecksumCRC32C=_header(source.crc32c),
+                ChecksumCRC32C=crc_header(source.crc32c),
             )
-        except BaseException as exc:
+        except TieredError:
             # A Complete whose reply was lost comes back as NoSuchUpload: what is there decides.
-            if isinstance(exc, TieredError) and self._is_there(key, source):
-                return
-            self._abort(key, upload)
-            raise
+            if not _same(self._find(key), source):
+                raise
 
     def _send_parts(self, key: str, source: Source, part: int, upload: str) -> list[Any]:
+        stop = threading.Event()
+
         def send(number: int) -> tuple[int, int, dict[str, Any]]:
             start = number * part
             length = min(part, source.length - start)
-            crc = _sum(source, start, length)
+            # Read once for the checksum, which goes ahead of the bytes, and once to be sent.
+            crc = _sum(source, start, length, stop)
             reply = self._call(
                 "upload_part",
                 key,
-                body=lambda: _Window(source, start, length),
+                body=lambda: _Window(key, source, start, length, crc, stop),
+                stop=stop,
                 UploadId=upload,
                 PartNumber=number + 1,
                 ContentLength=length,
-                ChecksumCRC32C=_header(crc),
+                ChecksumCRC32C=crc_header(crc),
             )
             entry = {"PartNumber": number + 1, "ETag": reply["ETag"]}
-            return crc, length, entry | {"ChecksumCRC32C": _header(crc)}
+            return crc, length, entry | {"ChecksumCRC32C": crc_header(crc)}
 
         count = -(-source.length // part)
         with ThreadPoolExecutor(_PART_THREADS, "dcp-tiered-part") as pool:
@@ -272,7 +273,10 @@ class S3Tier:
                 for future in wait(futures, return_when=FIRST_EXCEPTION).done:
                     future.result()
             except BaseException:
-                pool.shutdown(cancel_futures=True)
+                # Leaving `with` waits for the parts on their way, and so it should: a part that
+                # arrives after the abort stays in the bucket. `stop` makes that wait a short one.
+                stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
                 raise
         total, entries = 0, []
         for future in futures:
@@ -285,178 +289,56 @@ class S3Tier:
 
     def _abort_stale(self, key: str) -> None:
         """Abort uploads of this very key that a killed predecessor left open."""
+        full = self._key(key)
         try:
-            reply = self._call("list_multipart_uploads", None, Prefix=self._key(key))
+            reply = self._call("list_multipart_uploads", None, retry_s=_TIDY_S, Prefix=full)
         except TieredError as exc:
             _log.info("cannot list open uploads, leaving them to the bucket's lifecycle: %s", exc)
             return
         for upload in reply.get("Uploads") or ():
-            if upload["Key"] == self._key(key):
+            if upload["Key"] == full:
                 self._abort(key, upload["UploadId"])
 
     def _abort(self, key: str, upload: str) -> None:
         try:
-            self._call("abort_multipart_upload", key, UploadId=upload)
+            self._call("abort_multipart_upload", key, retry_s=_TIDY_S, UploadId=upload)
         except TieredError as exc:
-            _log.warning("cannot abort the upload of %s, its parts stay: %s", key, exc.message)
+            if "NoSuchUpload" not in exc.message:
+                _log.warning("cannot abort the upload of %s, its parts stay: %s", key, exc.message)
 
-    def _call(
-        self,
-        operation: str,
-        key: str | None,
-        *,
-        body: Callable[[], "_Window"] | None = None,
-        use: Callable[[Any], Any] | None = None,
-        **arguments: Any,
-    ) -> Any:
-        """Send one request until it succeeds, fails for good, or its time is over.
-
-        Args:
-            operation: botocore's method name.
-            key: The object, None for requests about the bucket.
-            body: Makes a fresh body for every try, so that no retry sends an exhausted one.
-            use: Consumes the reply within the retry, for replies that can break half way.
-            **arguments: botocore's arguments.
-        """
-        if key is not None:
-            arguments["Key"] = self._key(key)
-        deadline = time.monotonic() + self._retry_s
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                client = self._connect()
-                if body is not None:
-                    arguments["Body"] = body()
-                reply = getattr(client, operation)(Bucket=self._bucket, **arguments)
-                return reply if use is None else use(reply)
-            except TieredError:
-                raise
-            except Exception as exc:
-                error, retryable = self._translate(exc, operation, key, attempt)
-                pause = random.uniform(0, min(8.0, 0.2 * 2**attempt))  # noqa: S311 - jitter
-                if not retryable or time.monotonic() + pause > deadline:
-                    raise error from exc
-                _log.info("retrying: %s", error.message)
-                time.sleep(pause)
-
-    def _translate(
-        self, exc: Exception, operation: str, key: str | None, attempt: int
-    ) -> tuple[TieredError, bool]:
-        """Return our error for botocore's, and whether another try may help."""
-        from botocore import exceptions
-
-        where = self._where(key)
-        if isinstance(exc, exceptions.ClientError):
-            return self._refused(exc.response, operation, where, attempt)
-        text = f"{operation} failed on try {attempt}: {type(exc).__name__}: {exc}"
-        if isinstance(exc, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)):
-            hint = (
-                "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass s3={'key':, 'secret':}."
-            )
-            return InvalidError(text, self.name, where, hint), False
-        transient = (exceptions.HTTPClientError, exceptions.ConnectionError, OSError)
-        if isinstance(exc, transient):
-            hint = f"Check that {self._endpoint()} is up and can be reached from this node."
-            return UnavailableError(text, self.name, where, hint), True
-        if isinstance(exc, exceptions.FlexibleChecksumError):
-            return CorruptError(text, self.name, where), True
-        return InvalidError(text, self.name, where, "Check the s3 options."), False
-
-    def _refused(
-        self, response: Mapping[str, Any], operation: str, where: str, attempt: int
-    ) -> tuple[TieredError, bool]:
-        code = str(response.get("Error", {}).get("Code", ""))
-        meta = response.get("ResponseMetadata", {})
-        status = int(meta.get("HTTPStatusCode", 0))
-        text = f"{operation} answered {status} {code} on try {attempt}"
-        if meta.get("RequestId"):
-            text += f", request {meta['RequestId']}"
-        if code in _EXPIRED:
-            self.close()
-            hint = "Renew the credentials; they are looked up again on every try."
-            return UnavailableError(text, self.name, where, hint), True
-        if code == "NoSuchBucket":
-            hint = f"Create bucket {self._bucket!r} or correct the URL; it is never created here."
-            return InvalidError(f"no such bucket: {text}", self.name, where, hint), False
-        if code in _ABSENT or (status == 404 and code != "NoSuchUpload"):  # noqa: PLR2004
-            return AbsentError(f"no such object: {text}", self.name, where), False
-        if code in _EXISTS:
-            return AlreadyExistsError("object is there already", self.name, where), False
-        if code in _RETRYABLE or status >= 500 or status == 429:  # noqa: PLR2004 - HTTP classes
-            hint = "The store is overloaded or failing; the request is tried again."
-            return UnavailableError(text, self.name, where, hint), True
-        if status == 416:  # noqa: PLR2004 - range not satisfiable
-            return self._too_short(where), False
-        if status in (401, 403):
-            hint = "Check the key, the secret and the bucket policy for GetObject, PutObject, ListBucket."
-            return InvalidError(f"access denied: {text}", self.name, where, hint), False
-        return InvalidError(text, self.name, where, "Check the URL and the s3 options."), False
-
-    def _too_short(self, where: str) -> CorruptError:
-        return CorruptError("object ends before what was asked of it", self.name, where)
-
-    def _connect(self) -> Any:
-        with self._lock:
-            if self._client is None or self._client_pid != os.getpid():
-                self._client = self._new_client()
-                self._client_pid = os.getpid()
-            return self._client
-
-    def _new_client(self) -> Any:
-        import botocore.session
-        from botocore import UNSIGNED
-        from botocore.config import Config
-
-        options = self._options
-        client = dict(options.get("client_kwargs") or {})
-        client |= {k: options[k] for k in _CLIENT_OPTIONS if options.get(k) is not None}
-        session = botocore.session.Session(profile=options.get("profile"))
-        given = dict(options.get("config_kwargs") or {})
-        s3 = {"payload_signing_enabled": False, **given.pop("s3", {})}
-        if client.get("endpoint_url"):
-            s3.setdefault("addressing_style", "path")
-        config = Config(
-            **{
-                "connect_timeout": min(5.0, self._timeout_s),
-                "read_timeout": self._timeout_s,
-                "max_pool_connections": 16,
-                "tcp_keepalive": True,
-                **given,
-            },
-            s3=s3,
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-            # One retry layer, ours: botocore's would multiply with it.
-            retries={"total_max_attempts": 1},
-            **({"signature_version": UNSIGNED} if options.get("anon") else {}),
-        )
-        return session.create_client(
-            "s3",
-            config=config,
-            aws_access_key_id=options.get("key"),
-            aws_secret_access_key=options.get("secret"),
-            aws_session_token=options.get("token"),
-            **client,
-        )
-
-    def _endpoint(self) -> str:
-        client = self._options.get("client_kwargs") or {}
-        return str(self._options.get("endpoint_url") or client.get("endpoint_url") or "Amazon S3")
+    def _call(self, operation: str, key: str | None, **arguments: Any) -> Any:
+        full = None if key is None else self._key(key)
+        reply = self._requests.call(operation, full, **arguments)
+        self._bucket_answers = True
+        return reply
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
-    def _where(self, key: str | None) -> str:
-        return self.url if key is None else f"{self.url}/{key}"
+    def _where(self, key: str) -> str:
+        return f"{self.url}/{key}"
 
 
-class _Window(io.RawIOBase):
-    """A seekable view of a part of a source, so that a part never lies in memory as a whole."""
+class _Window(RawIOBase):
+    """A seekable view of a part of a source, so that a part never lies in memory as a whole.
 
-    def __init__(self, source: Source, start: int, length: int) -> None:
+    It takes the checksum as it goes and does not hand out its last bytes when that is wrong: the
+    request breaks off, and damaged bytes become visible not even on a store that checks nothing.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        source: Source,
+        start: int,
+        length: int,
+        crc: int,
+        stop: threading.Event | None = None,
+    ) -> None:
         super().__init__()
-        self._source, self._start, self._length, self._at = source, start, length, 0
+        self._key, self._source, self._start, self._length = key, source, start, length
+        self._expected, self._stop = crc, stop
+        self._at = self._summed = self._crc = 0
 
     def __len__(self) -> int:
         return self._length
@@ -478,51 +360,70 @@ class _Window(io.RawIOBase):
     def read(self, size: int | None = -1) -> bytes:
         left = self._length - self._at
         count = left if size is None or size < 0 else min(size, left)
-        data = self._source.pread(count, self._start + self._at) if count > 0 else b""
+        if count <= 0:
+            return b""
+        _go_on(self._stop)
+        data = self._source.pread(count, self._start + self._at)
+        if self._at == 0:
+            self._summed = self._crc = 0
+        if self._at == self._summed:
+            self._crc = crc32c(data, self._crc)
+            self._summed += len(data)
         self._at += len(data)
+        if self._summed == self._length and self._crc != self._expected:
+            raise _damaged(self._key)
         return data
 
 
-def _sum(source: Source, start: int, length: int) -> int:
+def part_size(length: int, wanted: int) -> int:
+    """Return the size of the parts of an object: what is wanted, within what S3 takes.
+
+    Raises:
+        InvalidError: The object is larger than S3 takes at all.
+    """
+    size = max(wanted, _PART_BYTES_MIN, -(-length // _PARTS_MAX))
+    if length > _PARTS_MAX * _PART_BYTES_MAX:
+        raise InvalidError(
+            f"object of {length} bytes is larger than S3 takes",
+            "durable",
+            None,
+            "Save on more ranks, so that each writes a smaller shard file.",
+        )
+    return min(size, _PART_BYTES_MAX)
+
+
+def _same(found: ObjectInfo | None, source: Source) -> bool:
+    """Tell whether what is there is the source, as far as the store can say."""
+    if found is None or found.length != source.length:
+        return False
+    return found.crc32c in (None, source.crc32c)
+
+
+def _sum(source: Source, start: int, length: int, stop: threading.Event) -> int:
     crc, done = 0, 0
     while done < length:
-        data = source.pread(min(1 << 20, length - done), start + done)
+        _go_on(stop)
+        data = source.pread(min(_SUM_BYTES, length - done), start + done)
         crc = crc32c(data, crc)
         done += len(data)
     return crc
 
 
-def _fill(stream: Any, buffer: memoryview) -> None:
-    done = sum(_filling(stream, buffer))
-    if done != len(buffer):
-        raise OSError(f"reply ended after {done} of {len(buffer)} bytes")
+def _go_on(stop: threading.Event | None) -> None:
+    if stop is not None and stop.is_set():
+        raise InterruptedError("another part of the upload failed")
 
 
 def _filling(stream: Any, buffer: memoryview) -> Iterator[int]:
-    """Fill a buffer from a reply and yield the size of each step; ends early when the reply does."""
-    from botocore.exceptions import BotoCoreError
-    from urllib3.exceptions import HTTPError
-
+    """Fill a buffer from a reply and yield the size of each step; end early when the reply does."""
     done = 0
     while done < len(buffer):
-        try:
-            data = stream.read(min(_READ_BYTES, len(buffer) - done))
-        except (HTTPError, BotoCoreError) as exc:
-            raise OSError(f"reply broke off: {exc}") from exc
+        data = stream.read(min(_READ_BYTES, len(buffer) - done))
         if not data:
             return
         buffer[done : done + len(data)] = data
         done += len(data)
         yield len(data)
-
-
-def _header(crc: int) -> str:
-    return base64.b64encode(struct.pack(">I", crc)).decode()
-
-
-def _value(header: str) -> int:
-    value: int = struct.unpack(">I", base64.b64decode(header))[0]
-    return value
 
 
 def _damaged(key: str) -> CorruptError:

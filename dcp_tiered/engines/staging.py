@@ -1,0 +1,247 @@
+"""Staging: one copy of the state into one reused, page-aligned, shared buffer, and training goes on.
+
+The buffer is laid out like a shard file: large tensors on page borders, so that the direct engine writes
+them from where they lie. Tensors that share memory are staged once. What is not a tensor is deep-copied.
+"""
+
+import copy
+import gc
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dcp_tiered.errors import BackpressureError
+from dcp_tiered.format.shardfile import place
+
+_log = logging.getLogger(__name__)
+_SHM = "/dev/shm"  # noqa: S108 - a mount point, not a temporary file
+_SHM_SPARE_BYTES = 64 << 20
+_GROWTH = 1.02
+"""Head room, so that a state that grows by a little does not take a second buffer."""
+_LOOK_S = 0.01
+
+
+class StagedState(dict[str, Any]):
+    """A staged state dict. While it lives, the buffer behind its tensors is in use."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """A tensor to stage and where it goes."""
+
+    tensor: torch.Tensor
+    start: int
+    length: int
+
+
+class StagingArena:
+    """The staging buffer of one process; stages one state at a time.
+
+    Args:
+        wait_s: How long a state waits for the one before it to be saved.
+    """
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._buffer: torch.Tensor | None = None
+        self._in_use: weakref.ref[StagedState] | None = None
+        self._saver: threading.Thread | None = None
+        self.stalled_s = 0.0
+        """Seconds that training has waited for an earlier save, all together."""
+
+    @property
+    def bytes_held(self) -> int:
+        """Size of the buffer."""
+        return 0 if self._buffer is None else self._buffer.numel()
+
+    def saving_in(self, thread: threading.Thread) -> None:
+        """Note which thread saves what is staged: when it has ended, so has the save."""
+        self._saver = thread
+
+    def prewarm(self, state_dict: Mapping[str, Any]) -> None:
+        """Make and touch the buffer that `state_dict` will need, ahead of the first save."""
+        self._reserve(_plan(state_dict)[1])
+
+    def stage(self, state_dict: Mapping[str, Any]) -> StagedState:
+        """Return a copy of a state dict that no later change of the state reaches.
+
+        Raises:
+            BackpressureError: The save before it did not end within `wait_s`.
+        """
+        self._wait_until_free()
+        spots, length = _plan(state_dict)
+        buffer = self._reserve(length)
+        memo: dict[int, Any] = {}
+        for spot in spots.values():
+            _copy(spot, buffer)
+        for tensor in _tensors(state_dict):
+            memo[id(tensor)] = _staged(tensor, spots, buffer)
+        _synchronize(spots)
+        staged = StagedState(copy.deepcopy(dict(state_dict), memo))
+        self._in_use = weakref.ref(staged)
+        self._saver = None
+        return staged
+
+    def close(self) -> None:
+        """Let go of the buffer; a save that still uses it keeps it alive."""
+        self._buffer = None
+
+    def _wait_until_free(self) -> None:
+        begun = time.monotonic()
+        while self._is_in_use():
+            if time.monotonic() - begun > self._wait_s:
+                raise BackpressureError(
+                    f"the save before this one did not end within {self._wait_s:g} s",
+                    "local",
+                    None,
+                    "Save less often, or wait for the future of dcp.async_save first; a failed future"
+                    " that is kept holds its staged state.",
+                )
+            time.sleep(_LOOK_S)
+        self.stalled_s += time.monotonic() - begun
+
+    def _is_in_use(self) -> bool:
+        if self._in_use is None or self._in_use() is None:
+            return False
+        if self._saver is not None and not self._saver.is_alive():
+            # The save has ended and its traceback still holds the state: leave the buffer to it.
+            gc.collect()
+            if self._in_use() is not None:
+                self._buffer = None
+            return False
+        return True
+
+    def _reserve(self, length: int) -> torch.Tensor:
+        if self._buffer is None or self._buffer.numel() < length:
+            self._buffer = None
+            self._buffer = _new_buffer(int(length * _GROWTH))
+        return self._buffer
+
+
+def _new_buffer(length: int) -> torch.Tensor:
+    """Return page-aligned bytes, shared so that DCP's saver process needs no copy, and touched."""
+    length = max(length, 1)
+    length += -length % (1 << 20)
+    free = os.statvfs(_SHM).f_bavail * os.statvfs(_SHM).f_frsize if os.path.isdir(_SHM) else 0  # noqa: PTH112
+    if free < length + _SHM_SPARE_BYTES:
+        _log.warning(
+            "staging %d bytes in private memory: %s has %d free (containers default to 64 MiB; give"
+            " them --shm-size, which DCP's PROCESS mode needs)",
+            length,
+            _SHM,
+            free,
+        )
+        import mmap
+
+        buffer = torch.frombuffer(mmap.mmap(-1, length), dtype=torch.uint8)
+    else:
+        buffer = torch.empty(0, dtype=torch.uint8)
+        shared = torch.UntypedStorage._new_shared(length, device="cpu")  # noqa: SLF001
+        buffer = torch.empty(0, dtype=torch.uint8).set_(shared)  # type: ignore[call-overload]
+    buffer.zero_()
+    if torch.cuda.is_available():
+        torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+    return buffer
+
+
+def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Identify the values of a tensor: what has the same key is staged once."""
+    return (
+        tensor.device,
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tuple(tensor.size()),
+        tuple(tensor.stride()),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _tensors(state_dict: object) -> Iterator[torch.Tensor]:
+    """Yield every tensor in nested containers that can be staged; the rest is left to deepcopy."""
+    todo: list[object] = [state_dict]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Mapping):
+            todo.extend(value.values())
+        elif isinstance(value, list | tuple):
+            todo.extend(value)
+        elif isinstance(value, torch.Tensor) and _is_stageable(value):
+            yield value
+
+
+def _is_stageable(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, DTensor):
+        return _is_stageable(tensor.to_local())
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and tensor.device.type != "meta"
+    )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def _plan(state_dict: Mapping[str, Any]) -> tuple[dict[tuple[Any, ...], _Spot], int]:
+    """Place every distinct tensor in the buffer; return the spots and the bytes needed."""
+    distinct = {_key(local): local for tensor in _tensors(state_dict) if (local := _local(tensor)).numel()}
+    spots, cursor = {}, 0
+    for key, tensor in sorted(
+        distinct.items(), key=lambda pair: -pair[1].numel() * pair[1].element_size()
+    ):
+        length = tensor.numel() * tensor.element_size()
+        start = place(cursor, length)
+        spots[key] = _Spot(tensor, start, length)
+        cursor = start + length
+    return spots, cursor
+
+
+def _view(spot: _Spot, buffer: torch.Tensor) -> torch.Tensor:
+    flat = buffer[spot.start : spot.start + spot.length].view(spot.tensor.dtype)
+    return flat.view(spot.tensor.size())
+
+
+def _copy(spot: _Spot, buffer: torch.Tensor) -> None:
+    _view(spot, buffer).copy_(spot.tensor, non_blocking=True)
+
+
+def _staged(
+    tensor: torch.Tensor, spots: dict[tuple[Any, ...], _Spot], buffer: torch.Tensor
+) -> torch.Tensor:
+    """Return the staged counterpart of a tensor of the state."""
+    local = _local(tensor)
+    copied = (
+        _view(spots[_key(local)], buffer)
+        if local.numel()
+        else torch.empty(local.size(), dtype=local.dtype)
+    )
+    if isinstance(tensor, DTensor):
+        return DTensor.from_local(
+            copied,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.size(),
+            stride=tensor.stride(),
+        )
+    return copied
+
+
+def _synchronize(spots: Mapping[tuple[Any, ...], _Spot]) -> None:
+    for device in {spot.tensor.device for spot in spots.values() if spot.tensor.device.type != "cpu"}:
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,68 @@
+"""PosixTier keeps the promise of `Tier` on this machine's file system, with O_TMPFILE and without."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_tiered.tiers.posix import PosixTier
+from tests.conformance.tier_suite import TierSuite
+
+
+class PosixStore:
+    """A run root below a directory, seen by plain file operations."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def read(self, key: str) -> bytes:
+        return (self._root / key).read_bytes()
+
+    def write(self, key: str, data: bytes) -> None:
+        path = self._root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def keys(self) -> set[str]:
+        return {path for path in self._files() if not Path(path).name.startswith(".tmp-")}
+
+    def leftovers(self) -> list[str]:
+        return [path for path in self._files() if Path(path).name.startswith(".tmp-")]
+
+    def _files(self) -> set[str]:
+        found = (path for path in self._root.rglob("*") if path.is_file())
+        return {str(path.relative_to(self._root)) for path in found}
+
+
+class TestPosixTier(TierSuite):
+    @pytest.fixture(autouse=True)
+    def _base(self, tmp_path: Path) -> None:
+        self.base = tmp_path / "mount"
+        self.base.mkdir()
+
+    def make_tier(self, root: str) -> PosixTier:
+        return PosixTier(self.base / root, self.base, "durable")
+
+    def make_store(self, root: str) -> PosixStore:
+        return PosixStore(self.base / root)
+
+    def make_broken_tier(self, root: str, secret: str) -> PosixTier:
+        del secret  # a file system has none
+        return PosixTier(self.base / "not-mounted" / root, self.base / "not-mounted", "durable")
+
+
+class TestPosixTierWithoutTmpfile(TestPosixTier):
+    """The same on a file system that does not know O_TMPFILE."""
+
+    @pytest.fixture(autouse=True)
+    def _no_tmpfile(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = os.open
+
+        def refusing(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+            if flags & os.O_TMPFILE == os.O_TMPFILE:
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+            return real(path, flags, *args, **kwargs)
+
+        monkeypatch.setattr(os, "open", refusing)

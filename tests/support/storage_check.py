@@ -1,0 +1,104 @@
+"""Verify a run from its durable objects alone: nothing here imports what wrote them."""
+
+import base64
+import hashlib
+import json
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zstandard
+from awscrt.checksums import crc32c
+
+assert crc32c(b"123456789") == 0xE3069283, "the check value of CRC-32C"
+
+_RECORD = re.compile(r"([^/]+)/record-([1-9][0-9]*)\.json")
+
+
+@dataclass
+class Checked:
+    """What the durable tier says, after all of it has been found true."""
+
+    commits: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Commit records by checkpoint id, in the order of their numbers."""
+
+    def attempts(self, checkpoint_id: str) -> list[str]:
+        """Return the committed attempts of an id, the one that counts last."""
+        return [str(commit["attempt"]) for commit in self.commits.get(checkpoint_id, [])]
+
+
+def manifest_meta(stored: bytes) -> dict[str, Any]:
+    """Decode the JSON part of a manifest with nothing but zstd and struct."""
+    line, _, body = stored.partition(b"\n")
+    size = json.loads(line)["raw_bytes"]
+    raw = zstandard.ZstdDecompressor().decompress(body, max_output_size=max(size, 1))
+    (length,) = struct.unpack_from("<I", raw)
+    meta: dict[str, Any] = json.loads(raw[4 : 4 + length])["meta"]
+    return meta
+
+
+def published(run_path: Path) -> dict[str, dict[str, Any]]:
+    """Return the manifest that counts of every id on a local tier."""
+    found: dict[str, dict[str, Any]] = {}
+    for directory in run_path.iterdir():
+        numbers = sorted(
+            int(path.stem.removeprefix("published-")) for path in directory.glob("published-*.json")
+        )
+        if numbers:
+            stored = (directory / f"published-{numbers[-1]}.json").read_bytes()
+            found[directory.name] = manifest_meta(stored)
+    return found
+
+
+def check_durable(keys: Mapping[str, int], get: Callable[[str], bytes]) -> Checked:
+    """Prove of every commit that what it claims is there, byte for byte.
+
+    Raises:
+        AssertionError: A commit claims something that is not so.
+    """
+    checked = Checked()
+    numbered = [(match, key) for key in keys if (match := _RECORD.fullmatch(key))]
+    for match, key in sorted(numbered, key=lambda pair: (pair[0][1], int(pair[0][2]))):
+        record = json.loads(get(key))
+        assert record["checkpoint_id"] == match[1], key
+        if record["kind"] == "commit":
+            _check_commit(match[1], record, keys, get)
+            checked.commits.setdefault(match[1], []).append(record)
+    return checked
+
+
+def _check_commit(
+    checkpoint_id: str,
+    commit: dict[str, Any],
+    keys: Mapping[str, int],
+    get: Callable[[str], bytes],
+) -> None:
+    manifest = get(f"{checkpoint_id}/manifest-{commit['attempt']}.json")
+    assert hashlib.sha256(manifest).hexdigest() == commit["manifest_sha256"]
+    assert len(manifest) == commit["manifest_length"]
+    meta = manifest_meta(manifest)
+    assert (meta["attempt"], meta["checkpoint_id"]) == (commit["attempt"], checkpoint_id)
+    packs = []
+    for pack in commit["packs"]:
+        key = f"{checkpoint_id}/{pack['name']}"
+        assert keys.get(key) == pack["length"], key
+        data = get(key)
+        assert (len(data), crc32c(data)) == (pack["length"], pack["crc32c"]), key
+        packs.append(data)
+    placed = {row["shard"]: (row["pack"], row["start"]) for row in commit["placements"]}
+    assert placed.keys() == {row[0] for row in meta["shards"]}
+    for name, _, length, crc, _ in meta["shards"]:
+        number, start = placed[name]
+        shard = packs[number][start : start + length]
+        assert (len(shard), crc32c(shard)) == (length, crc), name
+        assert shard.startswith(b"DCPTSHR1"), name
+        assert shard.endswith(b"DCPTEND1"), name
+
+
+def s3_checksum(header: str) -> int:
+    """Return the number in an S3 checksum header."""
+    value: int = struct.unpack(">I", base64.b64decode(header))[0]
+    return value
