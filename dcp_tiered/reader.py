@@ -287,6 +287,7 @@ class TieredReader(StorageReader):
         for item, shard, row in items:
             target = _Target(item=item)
             index = load.access.index(shard)
+            index.require(row, item.storage_index.fqn, _offsets(item))
             start, length = int(index.start[row]), int(index.length[row])
             for part in self._parts(load, target, shard, row):
                 target.parts_left += 1
@@ -300,7 +301,7 @@ class TieredReader(StorageReader):
     def _locate(self, load: _Load, item: ReadItem) -> tuple[int, int]:
         stored = item.storage_index
         opaque = item.type is LoadItemType.BYTE_IO
-        offsets = None if opaque else tuple(stored.offset or ())
+        offsets = _offsets(item)
         found = load.located.get((stored.fqn, offsets))
         if found is None:
             raise InvalidError(
@@ -394,6 +395,13 @@ class TieredReader(StorageReader):
         if not target.parts_left:
             planner.commit_tensor(item, whole)
             target.tensor = None
+
+
+def _offsets(item: ReadItem) -> tuple[int, ...] | None:
+    """Return where the stored chunk lies in its tensor, None for opaque bytes."""
+    if item.type is LoadItemType.BYTE_IO:
+        return None
+    return tuple(item.storage_index.offset or ())
 
 
 def _resolve(target: _Target, planner: LoadPlanner) -> torch.Tensor:

@@ -61,6 +61,8 @@ from dcp_tiered.version import __version__
 _log = logging.getLogger(__name__)
 
 _LEVELS = ("local", "durable")
+_OPAQUE_BYTES = 16 << 20
+"""An opaque object larger than this is worth a warning."""
 _UNSAFE_HINT = (
     "Save plain data or tensors, allow its class with torch.serialization.add_safe_globals, or pass"
     " trust_bytes=True to TieredWriter and TieredReader if you trust the storage."
@@ -228,7 +230,7 @@ class TieredWriter(StorageWriter):
         published = catalog.published(save.checkpoint_id)
         supersedes: set[str] = set()
         if published is not None:
-            if published.head.launch == self._launch and not self._overwrite:
+            if not self._overwrite and self._is_running(published.head.launch):
                 raise taken(save.checkpoint_id, "local", "published", published.head.attempt)
             supersedes |= {published.head.attempt, *published.head.supersedes}
         noted = catalog.noted(save.checkpoint_id)
@@ -337,6 +339,7 @@ class TieredWriter(StorageWriter):
             _rank_and_world()[0],
             timeout_s=timeout_s,
             poll_s=self._settings.limits.poll_s,
+            launch=None if self._overwrite else self._launch,
             keep_flusher=self._stack.keep_flusher,
         )
 
@@ -355,6 +358,10 @@ class TieredWriter(StorageWriter):
         self.close()
 
     # How.
+
+    def _is_running(self, launch: str) -> bool:
+        """Tell whether the job that published something lives, so that it is no crash's leftover."""
+        return launch == self._launch or identity.is_running(launch)
 
     def _current(self) -> _Save:
         save = self._thread.save
@@ -454,6 +461,13 @@ class TieredWriter(StorageWriter):
         data = planner.resolve_data(item)
         if item.type is WriteItemType.BYTE_IO:
             raw = cast("io.BytesIO", data).getbuffer()
+            if len(raw) > _OPAQUE_BYTES:
+                _log.warning(
+                    "object %r takes %d bytes: a tensor inside an object is stored with its whole"
+                    " storage, so clone() a slice, or put tensors where the planner sees them",
+                    item.index.fqn,
+                    len(raw),
+                )
             if not self._trust_bytes:
                 tensors.check_loadable(item.index.fqn, cast("io.BytesIO", data), _UNSAFE_HINT)
             sink.add(raw, fqn=item.index.fqn, dtype=None)

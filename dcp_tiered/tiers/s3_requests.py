@@ -110,7 +110,7 @@ class S3Requests:
         operation: str,
         key: str | None,
         *,
-        body: Callable[[], Any] | None = None,
+        fresh: Callable[[], Mapping[str, Any]] | None = None,
         use: Callable[[Any], Any] | None = None,
         stop: threading.Event | None = None,
         retry_s: float | None = None,
@@ -121,7 +121,7 @@ class S3Requests:
         Args:
             operation: botocore's method name.
             key: The object's key in the bucket, None for requests about the bucket.
-            body: Makes a fresh body for every try, so that no retry sends an exhausted one.
+            fresh: Makes arguments for every try, so that no retry sends an exhausted body.
             use: Consumes the reply within the retry, for replies that can break half way.
             stop: Ends the tries when somebody sets it.
             retry_s: How long to try, if not as long as usual.
@@ -140,8 +140,8 @@ class S3Requests:
             client: Any = None
             try:
                 client = self._connect()
-                if body is not None:
-                    arguments["Body"] = body()
+                if fresh is not None:
+                    arguments |= fresh()
                 reply = getattr(client, operation)(Bucket=self.bucket, **arguments)
                 return reply if use is None else use(reply)
             except TieredError:
@@ -261,8 +261,10 @@ class S3Requests:
         meta = response.get("ResponseMetadata", {})
         status = int(meta.get("HTTPStatusCode", 0))
         text = f"{doing} answered {status} {code}"
-        if meta.get("RequestId"):
-            text += f", request {meta['RequestId']}"
+        # botocore overlooks the id where a reply has no body.
+        request = meta.get("RequestId") or meta.get("HTTPHeaders", {}).get("x-amz-request-id")
+        if request:
+            text += f", request {request}"
         if code in _EXPIRED:
             hint = "Renew the credentials; they are looked up again on every try."
             return UnavailableError(text, _TIER, where, hint), True

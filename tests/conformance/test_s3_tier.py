@@ -39,16 +39,22 @@ class S3Store:
 
 class TestS3Tier(TierSuite):
     keeps_crc32c = True
+    client: Any = None
 
     @pytest.fixture(autouse=True)
     def _server(self, s3_server: SeaweedS3) -> None:
         self.server = s3_server
 
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _client(cls, s3_server: SeaweedS3) -> None:
+        cls.client = s3_server.client()
+
     def make_tier(self, root: str) -> S3Tier:
         return self._tier(root, self.server.storage_options())
 
     def make_store(self, root: str) -> S3Store:
-        return S3Store(self.server.client(), self.server.buckets[0], root)
+        return S3Store(self.client, self.server.buckets[0], root)
 
     def make_broken_tier(self, root: str, secret: str) -> S3Tier:
         return self._tier(root, self.server.storage_options() | {"secret": secret})

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
 
 from dcp_tiered import TieredReader, TieredWriter
 from tests.support import states
@@ -148,26 +147,6 @@ def test_fsdp_model_and_adamw(tmp_path: Path) -> None:
         for stock, ours in share_ranks(world, load_model, str(tmp_path), fsdp):
             assert states.difference(stock, ours) is None
             assert states.difference(saved, ours) is None
-
-
-def load_into_meta(rank: int, root: str) -> list[str | None]:
-    mesh = states.mesh_1d()
-    full_tensor = filled((7, 3))
-    state = {"w": states.placed(full_tensor, mesh, [Shard(0)]), "v": filled((4,))}
-    dcp.save(state, checkpoint_id="step-1", storage_writer=TieredWriter(f"tiered://{root}"))
-    target: State = {
-        "w": torch.empty_like(state["w"], device="meta"),
-        "v": torch.empty(4, device="meta"),
-    }
-    dcp.load(target, storage_reader=TieredReader(f"tiered://{root}"))
-    return [states.difference(state, target)]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_meta_targets_materialise(tmp_path: Path, world: int) -> None:
-    """O011."""
-    for found in share_ranks(world, load_into_meta, str(tmp_path)):
-        assert found == [None]
 
 
 def save_what_differs(rank: int, root: str) -> tuple[int, int]:

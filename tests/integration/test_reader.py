@@ -28,7 +28,7 @@ from dcp_tiered import (
     TieredWriter,
     cause,
 )
-from tests.conftest import Run
+from tests.conftest import QUICK, Run, end_flushers
 from tests.support import states
 from tests.support.ranks import share_ranks
 from tests.support.states import State, filled
@@ -272,11 +272,13 @@ def test_zero_length_reads_ask_for_nothing(posix_run: Run) -> None:
     pack(posix_run)
     reader = TieredReader(**posix_run.durable_only())
     assert load({"empty": torch.zeros(0, 16), "also": torch.zeros(4, 0, 3)}, reader) is None
-    footer_only = reader.bytes_read["durable"]
+    assert reader.bytes_read["durable"] == 0
+    assert load({"w": torch.zeros(10)}, reader) is None
+    footer_and_w = reader.bytes_read["durable"]
     target = states.zeroed(state)
     assert load(target, reader) is None
     assert states.difference(state, target) is None
-    assert reader.bytes_read["durable"] == footer_only + 40
+    assert reader.bytes_read["durable"] == footer_and_w
 
 
 def test_durable_reads_are_as_sparse_as_local_ones(s3_run: Run) -> None:
@@ -343,10 +345,10 @@ def test_newer_incomplete_one_is_passed_over_with_a_reason(
     committed: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = states.zeroed(STATE)
-    alone = Run(url=committed.url, local=committed.local)
-    with TieredWriter(**alone.arguments()) as writer:
+    with TieredWriter(**committed.arguments()) as writer:
         dcp.save(other, checkpoint_id="step-2", storage_writer=writer)
         writer.wait("durable", "step-2", timeout_s=60)
+    end_flushers(committed.local)  # it would commit it again
     durable = Path(committed.url.removeprefix("tiered::file://"))
     forget(durable, "step-2/record-*.json")
     forget(committed.run_path(), "step-2/record-*.json")
@@ -361,6 +363,7 @@ def test_newer_incomplete_one_is_passed_over_with_a_reason(
 
 def test_pending_upload_of_another_node_is_incomplete_not_absent(committed: Run) -> None:
     """O062."""
+    end_flushers(committed.local)
     forget(Path(committed.url.removeprefix("tiered::file://")), "step-1/record-*.json")
     error = load(states.zeroed(STATE), TieredReader(**committed.durable_only()), "step-1")
     assert isinstance(error, IncompleteError)
@@ -400,11 +403,12 @@ def test_reader_holds_nothing_of_an_earlier_load(committed: Run) -> None:
 # Agreement across ranks.
 
 
-def roots(base: str, rank: int) -> dict[str, str]:
-    """Give each rank a local tier of its own, as on two nodes."""
+def roots(base: str, rank: int) -> dict[str, Any]:
+    """Give each rank a local tier and a launcher of its own, as on two nodes."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     local = Path(base) / f"node-{rank}"
     local.mkdir(exist_ok=True)
-    return {"url": f"tiered::file://{base}/durable/run", "local": str(local)}
+    return {"url": f"tiered::file://{base}/durable/run", "local": str(local), "limits": QUICK}
 
 
 def two_nodes(rank: int, base: str) -> dict[str, str]:
@@ -413,7 +417,7 @@ def two_nodes(rank: int, base: str) -> dict[str, str]:
     state = states.shards()
     result: dict[str, str] = {}
 
-    def attempt(name: str, checkpoint_id: str | None, arguments: dict[str, str]) -> TieredReader:
+    def attempt(name: str, checkpoint_id: str | None, arguments: dict[str, Any]) -> TieredReader:
         target = states.zeroed(state)
         reader = TieredReader(**arguments)
         error = load(target, reader, checkpoint_id)
@@ -437,6 +441,7 @@ def two_nodes(rank: int, base: str) -> dict[str, str]:
         attempt("none of that name", "step-9", arguments)
         dcp.save(state, checkpoint_id="step-2", storage_writer=writer)
         writer.wait("durable", "step-2", timeout_s=60)
+        end_flushers(Path(arguments["local"]))  # they would commit it again
         dist.barrier()
         if rank == 0:
             forget(Path(base), "*/*/step-2/record-*.json")
@@ -453,8 +458,6 @@ def test_ranks_agree_across_nodes(tmp_path: Path) -> None:
     try:
         answers = share_ranks(2, two_nodes, str(tmp_path))
     finally:
-        from tests.conftest import end_flushers
-
         for node in tmp_path.glob("node-*"):
             end_flushers(node)
     expected = {

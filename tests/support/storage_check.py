@@ -1,6 +1,5 @@
 """Verify a run from its durable objects alone: nothing here imports what wrote them."""
 
-import base64
 import hashlib
 import json
 import re
@@ -15,6 +14,7 @@ from awscrt.checksums import crc32c
 
 assert crc32c(b"123456789") == 0xE3069283, "the check value of CRC-32C"
 
+_BUCKET_URL = "tiered::s3://"
 _RECORD = re.compile(r"([^/]+)/record-([1-9][0-9]*)\.json")
 
 
@@ -28,6 +28,63 @@ class Checked:
     def attempts(self, checkpoint_id: str) -> list[str]:
         """Return the committed attempts of an id, the one that counts last."""
         return [str(commit["attempt"]) for commit in self.commits.get(checkpoint_id, [])]
+
+
+class Eyes:
+    """Look at a run's durable objects as an outsider does; one client, so that many looks are cheap."""
+
+    def __init__(self, run: Any) -> None:
+        self._root: Path | None = None
+        if run.server is None:
+            self._root = Path(run.url.removeprefix("tiered::file://"))
+            return
+        self.client = run.server.client()
+        self._bucket, _, self._prefix = run.url.removeprefix(_BUCKET_URL).partition("/")
+
+    def keys(self) -> dict[str, int]:
+        """Return key and length of every object below the run root."""
+        if self._root is not None:
+            return self._files(self._root)
+        pages = self.client.get_paginator("list_objects_v2")
+        return {
+            entry["Key"].removeprefix(f"{self._prefix}/"): entry["Size"]
+            for page in pages.paginate(Bucket=self._bucket, Prefix=f"{self._prefix}/")
+            for entry in page.get("Contents", ())
+        }
+
+    def get(self, key: str) -> bytes:
+        """Return an object."""
+        if self._root is not None:
+            return (self._root / key).read_bytes()
+        reply = self.client.get_object(Bucket=self._bucket, Key=f"{self._prefix}/{key}")
+        data: bytes = reply["Body"].read()
+        return data
+
+    def commits(self, checkpoint_id: str) -> list[dict[str, Any]]:
+        """Return the commit records of an id, unchecked, in the order of their numbers."""
+        numbered = [(m, key) for key in self.keys() if (m := _RECORD.fullmatch(key))]
+        mine = sorted((int(m[2]), key) for m, key in numbered if m[1] == checkpoint_id)
+        records = [json.loads(self.get(key)) for _, key in mine]
+        return [record for record in records if record["kind"] == "commit"]
+
+    def open_uploads(self) -> list[str]:
+        """Return the keys of multipart uploads that were begun and neither completed nor aborted."""
+        if self._root is not None:
+            return []
+        reply = self.client.list_multipart_uploads(Bucket=self._bucket, Prefix=f"{self._prefix}/")
+        return [upload["Key"] for upload in reply.get("Uploads") or ()]
+
+    def check(self) -> Checked:
+        """Prove of every commit that what it claims is there, byte for byte."""
+        return check_durable(self.keys(), self.get)
+
+    @staticmethod
+    def _files(root: Path) -> dict[str, int]:
+        found = {}
+        for path in root.rglob("*"):
+            if path.is_file() and not path.name.startswith(".tmp-"):
+                found[str(path.relative_to(root))] = path.stat().st_size
+        return found
 
 
 def manifest_meta(stored: bytes) -> dict[str, Any]:
@@ -97,8 +154,3 @@ def _check_commit(
         assert shard.startswith(b"DCPTSHR1"), name
         assert shard.endswith(b"DCPTEND1"), name
 
-
-def s3_checksum(header: str) -> int:
-    """Return the number in an S3 checksum header."""
-    value: int = struct.unpack(">I", base64.b64decode(header))[0]
-    return value

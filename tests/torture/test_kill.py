@@ -1,7 +1,6 @@
 """Kill -9 of trainer, flusher and both, at moments found by looking at the storage (I11, O046)."""
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -16,22 +15,13 @@ from typing import Any
 import pytest
 
 from tests.conftest import QUICK, Run, end_flushers, flusher_pids
-from tests.support import storage_check
+from tests.support import storage_check, workers
+from tests.support.workers import await_that
 from tests.torture import trainer
 
 LIMITS = replace(QUICK, linger_s=0.5, idle_exit_s=1.0, poll_s=0.02, part_bytes=5 << 20)
 MOMENTS = ("temporary", "sealed", "published", "manifest", "pack", "record", "any")
 VICTIMS = ("trainer", "flusher", "both", "group")
-DEADLINE_S = 60.0
-
-
-def await_that(what: str, condition: Callable[[], Any], timeout_s: float = DEADLINE_S) -> Any:
-    """Return the first true value of a condition."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"still waiting after {timeout_s:.0f} s: {what}"
-        time.sleep(0.003)
-    return value
 
 
 @dataclass
@@ -43,15 +33,12 @@ class Torture:
     journal: Path
     process: BaseProcess | None = None
 
+    def __post_init__(self) -> None:
+        self.eyes = storage_check.Eyes(self.run)
+
     def start(self, note: str, steps: int = 10_000) -> None:
-        # Forked by a server that has imported torch: a start costs milliseconds, and the process is
-        # as real and as killable as any other.
-        context = multiprocessing.get_context("forkserver")
         arguments = {**self.run.arguments(), "limits": LIMITS}
-        self.process = context.Process(
-            target=trainer.train, args=(arguments, self.journal, steps, note)
-        )
-        self.process.start()
+        self.process, _ = workers.start(trainer.train, arguments, self.journal, steps, note)
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the journal; its last line may be cut off by the kill."""
@@ -78,9 +65,9 @@ class Torture:
     def _writes_a_temporary(self) -> bool:
         assert self.process is not None
         with suppress(OSError):
-            for entry in os.scandir(f"/proc/{self.process.pid}/fd"):
+            for number in os.listdir(f"/proc/{self.process.pid}/fd"):
                 with suppress(OSError):
-                    target = os.readlink(entry.path)
+                    target = os.readlink(f"/proc/{self.process.pid}/fd/{number}")
                     if target.startswith(str(self.run.local)) and "(deleted)" in target:
                         return True
         return False
@@ -93,7 +80,7 @@ class Torture:
             pattern = "*/step-*/*.shard" if moment == "sealed" else "*/step-*/published-*.json"
             return {str(path) for path in self.run.local.glob(pattern)}
         part = {"manifest": "/manifest-", "pack": "/packs/", "record": "/record-"}[moment]
-        return {key for key in self.run.keys() if part in key}
+        return {key for key in self.eyes.keys() if part in key}
 
     def kill(self, victim: str) -> None:
         assert self.process is not None
@@ -117,7 +104,7 @@ class Torture:
         return [
             name
             for name, meta in self.published().items()
-            if meta["attempt"] not in [c["attempt"] for c in self.run.commits(name)]
+            if meta["attempt"] not in [c["attempt"] for c in self.eyes.commits(name)]
         ]
 
 
@@ -126,7 +113,6 @@ def torture(
     request: pytest.FixtureRequest, tmp_path: Path, local: Path
 ) -> Iterator[Callable[[str, int], Torture]]:
     started: list[Torture] = []
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.torture.trainer"])
 
     def make(kind: str, seed: int) -> Torture:
         run: Run = request.getfixturevalue(kind)
@@ -171,7 +157,7 @@ def is_due(torture: Torture, moment: str, known: frozenset[str]) -> bool:
 def check(torture: Torture) -> None:
     """Verify what any kill must leave: true commits, and a newest checkpoint that is whole."""
     saved, run = torture.saved(), torture.run
-    committed = storage_check.check_durable(run.keys(), run.get).commits
+    committed = torture.eyes.check().commits
     newest = trainer.load_newest({**run.arguments(), "limits": LIMITS})
     assert (newest or 0) >= saved, "a finished save is not loadable on its node"
     durable = trainer.load_newest(run.durable_only())
@@ -183,11 +169,11 @@ def finish(torture: Torture) -> None:
     """Let a last start finish everything, then lose the node and resume from the durable tier."""
     torture.start("last", steps=2)
     assert torture.process is not None
-    torture.process.join(DEADLINE_S)
+    torture.process.join(100)
     assert torture.process.exitcode == 0
     await_that("all durable", lambda: not torture.undurable())
     last = torture.saved()
-    checked = storage_check.check_durable(torture.run.keys(), torture.run.get)
+    checked = torture.eyes.check()
     assert {name: meta["attempt"] for name, meta in torture.published().items()} == {
         name: checked.attempts(name)[-1] for name in checked.commits
     }
@@ -198,6 +184,7 @@ def finish(torture: Torture) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["s3_run", "posix_run"])
 def test_survives_kills(kind: str, torture: Callable[[str, int], Torture]) -> None:
     """O044, O046, O050, O052."""

@@ -1,14 +1,16 @@
 """A trainer that saves in a loop until it is killed. Every value follows from the step."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_tiered import NoCheckpointError, TieredReader, TieredWriter, cause
+from dcp_tiered import IncompleteError, NoCheckpointError, TieredReader, TieredWriter, cause
+
+BACKLOG = 3
+"""Saves between two waits: a trainer that outruns the store for minutes is not what is tested."""
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -42,13 +44,16 @@ def assert_is_state_of(step: int, loaded: dict[str, Any]) -> None:
 
 
 def load_newest(arguments: dict[str, Any]) -> int | None:
-    """Load the newest complete checkpoint, prove all of it, and return its step."""
+    """Load the newest complete checkpoint, prove all of it, and return its step.
+
+    None when there is none, which is also so when the very first save was cut off.
+    """
     target = blank()
     reader = TieredReader(**arguments)
     try:
         dcp.load(target, storage_reader=reader)
     except BaseException as exc:
-        if isinstance(cause(exc), NoCheckpointError):
+        if isinstance(cause(exc), NoCheckpointError | IncompleteError):
             return None
         raise
     finally:
@@ -61,10 +66,11 @@ def load_newest(arguments: dict[str, Any]) -> int | None:
 
 def train(arguments: dict[str, Any], journal: Path, steps: int, note: str) -> None:
     """Resume, then save step after step; the journal has what `dcp.save` returned from."""
-    os.setsid()
     step = load_newest(arguments) or 0
     with TieredWriter(**arguments) as writer, journal.open("a") as file:
         print(json.dumps({"start": step, "note": note}), file=file, flush=True)
         for number in range(step + 1, step + 1 + steps):
             dcp.save(state_of(number), checkpoint_id=f"step-{number}", storage_writer=writer)
             print(json.dumps({"saved": number}), file=file, flush=True)
+            if not number % BACKLOG:
+                writer.wait("durable", f"step-{number}", timeout_s=60)

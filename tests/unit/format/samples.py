@@ -139,12 +139,12 @@ READERS: dict[str, tuple[Callable[[bytes], Any], bytes]] = {
 
 
 @contextmanager
-def little_memory() -> Iterator[None]:
+def little_memory(peak_bytes_max: int = PEAK_BYTES_MAX) -> Iterator[None]:
     """Fail when the code inside allocates much: what comes in is tiny."""
     tracemalloc.start()
     try:
         yield
-        assert tracemalloc.get_traced_memory()[1] < PEAK_BYTES_MAX
+        assert tracemalloc.get_traced_memory()[1] < peak_bytes_max
     finally:
         tracemalloc.stop()
 

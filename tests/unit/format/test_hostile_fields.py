@@ -32,10 +32,12 @@ from tests.unit.format.samples import (
     REFUSED,
     SHARD,
     STORED,
+    TAIL,
     index_blob,
     little_memory,
     manifest_bytes,
     read_record,
+    read_tail,
     summed,
 )
 
@@ -307,3 +309,25 @@ def test_any_change_of_a_manifest_is_refused_or_still_a_manifest(
     except REFUSED:
         return
     assert repr(decode_manifest(encode_manifest(found))) == repr(found)
+
+
+@pytest.mark.parametrize(
+    ("row", "fqn", "offsets"),
+    [
+        (-1, "0d", ()),
+        (3, "w", (0, 2)),
+        (1 << 32, "w", (0, 2)),
+        (0, "other", (0, 2)),
+        (0, "w", (0, 0)),
+        (0, "w", None),
+        (1, "b", ()),
+    ],
+)
+def test_a_row_that_is_not_what_a_manifest_says_is_refused(
+    row: int, fqn: str, offsets: tuple[int, ...] | None
+) -> None:
+    index = read_tail(TAIL)
+    for right in ((0, "w", (0, 2)), (1, "b", None), (2, "0d", ())):
+        index.require(*right)
+    with pytest.raises(CorruptError, match=f"row {row} of a shard file"):
+        index.require(row, fqn, offsets)

@@ -88,7 +88,7 @@ def test_a_manifest_that_would_not_read_back_is_not_written(change: dict[str, An
 
 def test_chunks_that_overlap_or_name_no_shard_file_are_not_written() -> None:
     whole = Chunk(offsets=(0,), sizes=(4,), shard=0, row=0)
-    for chunks in ((whole, whole), (replace(whole, shard=1),), (replace(whole, offsets=(1,)),)):
+    for chunks in ((whole, whole), (whole._replace(shard=1),), (whole._replace(offsets=(1,)),)):
         entry = Entry(fqn="x", dtype="int8", shape=(4,), chunks=chunks)
         with pytest.raises(InvalidError):
             encode_manifest(replace(MANIFEST, entries=[entry]))
