@@ -48,7 +48,7 @@ def run(options: Options) -> list[Answer]:
     """Answer the question on top."""
     jobs = [(mode, kind) for mode in _METRICS for kind in _KINDS]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "dcp_tiered.writer"])
+    context.set_forkserver_preload(["benchmarks.backends", "dcp_tiered.writer"])
     # Nothing here is timed, so the processes may run at once as far as there are cores for them.
     workers = min(len(os.sched_getaffinity(0)), len(jobs))
     with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:

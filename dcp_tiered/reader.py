@@ -1,8 +1,8 @@
 """DCP's `StorageReader`: a resume reads the nearest complete copy, on any number of ranks.
 
-Follow one load: `read_metadata` agrees across ranks on a checkpoint and decodes its manifest, DCP plans,
-`prepare_global_plan` proves that all ranks read the same one, `read_data` reads the blocks that are
-needed, verifies them and copies them into the targets.
+Follow one load: `read_metadata` agrees across ranks on a checkpoint and decodes its manifest, DCP
+plans, `prepare_global_plan` proves that all ranks read the same one, `read_data` reads the blocks
+that are needed, verifies them and copies them into the targets.
 """
 
 import dataclasses
@@ -51,8 +51,8 @@ _READ_BYTES_MAX = 16 << 20
 _GAP_BYTES_MAX = 128 << 10
 """Smaller than a block: no block is read that nobody asked for."""
 _UNSAFE_HINT = (
-    "Allow its class with torch.serialization.add_safe_globals, or pass trust_bytes=True to TieredReader"
-    " if you trust what is in the storage."
+    "Allow its class with torch.serialization.add_safe_globals, or pass trust_bytes=True to"
+    " TieredReader if you trust what is in the storage."
 )
 
 
@@ -91,13 +91,14 @@ class _Part:
 class TieredReader(StorageReader):
     """Read DCP checkpoints from the nearest complete copy.
 
-    `dcp.load` with a `checkpoint_id` loads that one, without it the newest complete one. When a process
-    group is initialised, all its ranks have to take part, since they agree on what they load.
+    `dcp.load` with a `checkpoint_id` loads that one, without it the newest complete one. When a
+    process group is initialised, all its ranks have to take part, since they agree on what they
+    load.
 
     Args:
         url: The run, as for `TieredWriter`.
-        local: Directory on this node's NVMe. Default: `FSSPEC_TIERED_LOCAL`; without one, everything is
-            read from the durable tier.
+        local: Directory on this node's NVMe. Default: `FSSPEC_TIERED_LOCAL`; without one,
+            everything is read from the durable tier.
         process_group: The group given to `dcp.load`; None is the default group, as there.
         no_dist: Do not talk to other ranks, as `dcp.load(no_dist=True)`.
         trust_bytes: Load objects that `torch.load(weights_only=True)` refuses. They can run code.
@@ -164,8 +165,8 @@ class TieredReader(StorageReader):
             return _metadata_of(self._load.manifest)
         except TieredError as exc:
             _log.error("cannot read the checkpoint's metadata: %s", exc)
-            # DCP swallows every Exception here and reports "metadata is None". Its own exception type,
-            # which is none, carries the cause to all ranks.
+            # DCP swallows every Exception here and reports "metadata is None". Its own exception
+            # type, which is none, carries the cause to all ranks.
             raise CheckpointException(
                 "read_metadata", {self._rank(): (exc, traceback.StackSummary())}
             ) from exc

@@ -7,15 +7,18 @@ missing and publishes the manifest. No network is touched but for one bounded qu
 """
 
 import copy
+import errno
 import io
 import logging
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -61,8 +64,6 @@ from dcp_tiered.version import __version__
 _log = logging.getLogger(__name__)
 
 _LEVELS = ("local", "durable")
-_OPAQUE_BYTES = 16 << 20
-"""An opaque object larger than this is worth a warning."""
 _UNSAFE_HINT = (
     "Save plain data or tensors, allow its class with torch.serialization.add_safe_globals, or pass"
     " trust_bytes=True to TieredWriter and TieredReader if you trust the storage."
@@ -97,8 +98,8 @@ class _Save:
 class _ThreadState(threading.local):
     """What DCP's calls tell each other: a save runs in one thread from `reset` to `finish`.
 
-    Two saves that overlap, which `dcp.async_save` does not prevent, would otherwise write one's items
-    under the other's id.
+    Two saves that overlap, which `dcp.async_save` does not prevent, would otherwise write one's
+    items under the other's id.
     """
 
     requested: object = None
@@ -185,7 +186,8 @@ class TieredWriter(StorageWriter):
         requested, state.requested, state.save = state.requested, None, None
         if kwargs.get("use_collectives") is False:
             raise InvalidError(
-                "use_collectives=False is not supported: every rank would finish a checkpoint of its own",
+                "use_collectives=False is not supported: every rank would finish a checkpoint of"
+                " its own",
                 None,
                 None,
                 "Call dcp.save without use_collectives=False.",
@@ -195,7 +197,7 @@ class TieredWriter(StorageWriter):
                 "no checkpoint_id was given for this save",
                 None,
                 None,
-                "Pass one, as in dcp.save(state, checkpoint_id='step-1000', storage_writer=writer).",
+                "Pass one, as in dcp.save(state, checkpoint_id='step-1', storage_writer=writer).",
             )
         rank, world_size = _rank_and_world()
         state.save = _Save(
@@ -213,11 +215,7 @@ class TieredWriter(StorageWriter):
         """Refuse on this rank what could not be written, before a byte is."""
         save = self._current()
         local = self._stack.need_local()
-        if not local.base.is_dir() or not os.access(local.base, os.W_OK | os.X_OK):
-            reason = PermissionError(13, "Permission denied")
-            missing = FileNotFoundError(2, "No such file or directory")
-            exc = reason if local.base.is_dir() else missing
-            raise from_os_error(exc, "local", str(local.base), "save to the local tier")
+        _check_writable(local.base)
         save.node = self._stack.node()
         for item in plan.items:
             tensors.check_item(item, DTYPES)
@@ -261,7 +259,7 @@ class TieredWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Prove that every chunk and bytes entry is there exactly once, then publish the manifest."""
+        """Prove that every chunk and bytes entry is there exactly once; publish the manifest."""
         save = self._current()
         shards = [cast("ShardResult", result.storage_data) for rank in results for result in rank]
         sequence = max(time.time_ns(), self._last_sequence + 1)
@@ -351,7 +349,7 @@ class TieredWriter(StorageWriter):
         """Give connections back. The flusher goes on by itself."""
         self._stack.close()
 
-    def __enter__(self) -> "TieredWriter":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -360,7 +358,7 @@ class TieredWriter(StorageWriter):
     # How.
 
     def _is_running(self, launch: str) -> bool:
-        """Tell whether the job that published something lives, so that it is no crash's leftover."""
+        """Tell whether the job that published something lives: then it is no crash's leftover."""
         return launch == self._launch or identity.is_running(launch)
 
     def _current(self) -> _Save:
@@ -370,14 +368,14 @@ class TieredWriter(StorageWriter):
         return save
 
     def _keep_flusher(self) -> None:
-        """See that a flusher runs; a save that is safe on NVMe does not fail because it does not."""
+        """See that a flusher runs; a save that is safe on NVMe does not fail without one."""
         try:
             self._stack.keep_flusher()
         except TieredError as exc:
             _log.error("the checkpoint is local and nobody uploads it: %s", exc)
 
     def _newest_local(self) -> int:
-        """Return the greatest sequence seen on this node; a damaged manifest does not stop a save."""
+        """Return the greatest sequence on this node; a damaged manifest does not stop a save."""
         catalog, last = self._stack.catalog, 0
         for checkpoint_id in catalog.local_ids():
             try:
@@ -391,8 +389,8 @@ class TieredWriter(StorageWriter):
     def _ask_durable(self, checkpoint_id: str) -> tuple[Commit | None, int]:
         """Return the id's commit and, on the first save, the greatest sequence of the run.
 
-        The durable tier has two seconds to answer. A save does not depend on it: what is missed here
-        comes up as a conflict when the flusher commits.
+        The durable tier has two seconds to answer. A save does not depend on it: what is missed
+        here comes up as a conflict when the flusher commits.
         """
         limits = self._settings.limits
         quick = Limits(request_timeout_s=limits.store_check_s, request_retry_s=0.0)
@@ -459,25 +457,17 @@ class TieredWriter(StorageWriter):
     def _write_item(self, sink: ShardSink, item: WriteItem, planner: SavePlanner) -> None:
         """Resolve an item, write its bytes, and let go of them."""
         data = planner.resolve_data(item)
-        if item.type is WriteItemType.BYTE_IO:
-            raw = cast("io.BytesIO", data).getbuffer()
-            if len(raw) > _OPAQUE_BYTES:
-                _log.warning(
-                    "object %r takes %d bytes: a tensor inside an object is stored with its whole"
-                    " storage, so clone() a slice, or put tensors where the planner sees them",
-                    item.index.fqn,
-                    len(raw),
-                )
+        if isinstance(data, io.BytesIO):
+            tensors.warn_of_size(item.index.fqn, data)
             if not self._trust_bytes:
-                tensors.check_loadable(item.index.fqn, cast("io.BytesIO", data), _UNSAFE_HINT)
-            sink.add(raw, fqn=item.index.fqn, dtype=None)
+                tensors.check_loadable(item.index.fqn, data, _UNSAFE_HINT)
+            sink.add(data.getbuffer(), fqn=item.index.fqn, dtype=None)
             return
-        tensor = cast("torch.Tensor", data)
         described = item.tensor_data
         if described is None:
             raise InvalidError("the plan describes a tensor without its size", None, item.index.fqn)
         sizes = tuple(described.chunk.sizes)
-        plain = tensors.plain_tensor(item.index.fqn, tensor)
+        plain = tensors.plain_tensor(item.index.fqn, data)
         if tuple(plain.shape) != sizes or plain.dtype != described.properties.dtype:
             raise InvalidError(
                 f"tensor is {plain.dtype} of shape {tuple(plain.shape)} where the plan says"
@@ -494,6 +484,21 @@ class TieredWriter(StorageWriter):
             sizes=sizes,
             shape=tuple(described.size),
         )
+
+
+def _check_writable(base: Path) -> None:
+    """Refuse a local tier that is missing, unreachable, or not ours to write to."""
+    doing, code = "save to the local tier", 0
+    try:
+        mode = base.stat().st_mode
+    except OSError as exc:
+        raise from_os_error(exc, "local", str(base), doing) from exc
+    if not stat.S_ISDIR(mode):
+        code = errno.ENOTDIR
+    elif not os.access(base, os.W_OK | os.X_OK, effective_ids=True):
+        code = errno.EACCES
+    if code:
+        raise from_os_error(OSError(code, os.strerror(code)), "local", str(base), doing)
 
 
 def _rank_and_world() -> tuple[int, int]:

@@ -138,7 +138,9 @@ class DirectImage:
             for at in range(0, length, _REQUEST_BYTES):
                 part = data[at : min(length, at + _REQUEST_BYTES)]
                 self._futures.append(self._pool.submit(_write, self._fd, part, start + at))
-            crcs = [crc32c(data[at : at + _BLOCK_BYTES]) for at in range(0, len(data), _BLOCK_BYTES)]
+            crcs = [
+                crc32c(data[at : at + _BLOCK_BYTES]) for at in range(0, len(data), _BLOCK_BYTES)
+            ]
             self._end = start + length
             if length < len(data):
                 self._copy(start + length, data[length:])
@@ -192,7 +194,9 @@ class DirectImage:
                 target[:] = data[:count]
             else:
                 # Unlike an assignment to the view, this lets other threads run.
-                np.copyto(np.frombuffer(target, dtype="u1"), np.frombuffer(data[:count], dtype="u1"))
+                np.copyto(
+                    np.frombuffer(target, dtype="u1"), np.frombuffer(data[:count], dtype="u1")
+                )
             pieces.append(target)
             data = data[count:]
             self._end += count

@@ -199,7 +199,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _plan(state_dict: Mapping[str, Any]) -> tuple[dict[tuple[Any, ...], _Spot], int]:
     """Place every distinct tensor in the buffer; return the spots and the bytes needed."""
-    distinct = {_key(local): local for tensor in _tensors(state_dict) if (local := _local(tensor)).numel()}
+    distinct = {
+        _key(local): local for tensor in _tensors(state_dict) if (local := _local(tensor)).numel()
+    }
     spots, cursor = {}, 0
     for key, tensor in sorted(
         distinct.items(), key=lambda pair: -pair[1].numel() * pair[1].element_size()
@@ -243,5 +245,7 @@ def _staged(
 
 
 def _synchronize(spots: Mapping[tuple[Any, ...], _Spot]) -> None:
-    for device in {spot.tensor.device for spot in spots.values() if spot.tensor.device.type != "cpu"}:
+    for device in {
+        spot.tensor.device for spot in spots.values() if spot.tensor.device.type != "cpu"
+    }:
         torch.accelerator.synchronize(device)

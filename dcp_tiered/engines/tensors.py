@@ -1,13 +1,17 @@
 """Tensors as bytes: what can be stored, its row-major bytes, and back into a target."""
 
 import io
+import logging
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_tiered.errors import InvalidError
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_log = logging.getLogger(__name__)
+
+_OBJECT_BYTES = 16 << 20
+"""An opaque object larger than this is worth a warning."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -84,6 +88,18 @@ def check_loadable(fqn: str, data: io.BytesIO, hint: str) -> None:
         data.seek(0)
 
 
+def warn_of_size(fqn: str, data: io.BytesIO) -> None:
+    """Say that an object is large: usually it drags along a tensor of which it is a slice."""
+    length = len(data.getbuffer())
+    if length > _OBJECT_BYTES:
+        _log.warning(
+            "object %r takes %d bytes: a tensor inside an object is stored with its whole storage,"
+            " so clone() a slice, or put tensors where the planner sees them",
+            fqn,
+            length,
+        )
+
+
 def plain_tensor(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return an ordinary strided CPU tensor with the values of `tensor`; copies only if it must.
 
@@ -94,7 +110,7 @@ def plain_tensor(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
     wait = getattr(tensor, "wait", None)
     if type(tensor).__name__ == "AsyncCollectiveTensor" and callable(wait):
         tensor = wait()
-    if type(tensor) not in _PLAIN:
+    if type(tensor) is not torch.Tensor:
         # The second sign is torch's protocol for subclasses whose values lie in inner tensors.
         if _has_no_memory(tensor) or hasattr(tensor, "__tensor_flatten__"):
             raise InvalidError(
@@ -120,7 +136,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return memoryview(flat.numpy().data)
 
 
 def box_view(

@@ -49,6 +49,10 @@ class _Open:
     tries: int = 0
     bad_tries: int = 0
     """Tries in a row that met something that another try hardly changes."""
+    tried_at: float = 0.0
+    """Wall clock at the begin of the last try."""
+    failed_at: float = 0.0
+    """The same of the try that met `error`: `wait` believes it only if that try began later."""
     not_before: float = 0.0
     error: TieredError | None = None
     settled: bool = False
@@ -181,6 +185,7 @@ class Flusher:
         """Flush one checkpoint; return False when the store is down: then others may wait too."""
         state = self._open[checkpoint_id]
         state.tries += 1
+        state.tried_at = time.time()
         try:
             published = self._catalog.published(checkpoint_id)
             if published is None or published.head.attempt != state.attempt:
@@ -217,7 +222,7 @@ class Flusher:
 
     def _settle(self, checkpoint_id: str, state: _Open, error: TieredError, what: str) -> None:
         """Give a checkpoint up: it stays on this node, and the report says why."""
-        state.settled, state.error = True, error
+        state.settled, state.error, state.failed_at = True, error, state.tried_at
         self._report(checkpoint_id, state, what)
         _log.error("checkpoint %s stays local: %s", checkpoint_id, error)
 
@@ -239,7 +244,7 @@ class Flusher:
         fixable: bool = False,
     ) -> None:
         """Come back to a checkpoint later; soon, if it waits for something that may change soon."""
-        state.error = error
+        state.error, state.failed_at = error, state.tried_at
         self._pause(state, _FIXABLE_PAUSE_S_MAX if fixable else self._limits.flush_retry_s_max)
         self._report(checkpoint_id, state, what)
         _log.warning("try %d of %s: %s", state.tries, checkpoint_id, error)
@@ -255,7 +260,7 @@ class Flusher:
                 state=what,
                 bytes_done=bytes_done,
                 tries=state.tries,
-                at=time.time(),
+                at=state.failed_at,
                 error=describe_error(state.error) if state.error else None,
             )
         )

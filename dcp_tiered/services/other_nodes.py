@@ -45,6 +45,7 @@ class _Waiting:
     headers: dict[str, Header] = field(default_factory=dict)
     uploaded: bool = False
     asked: int = 0
+    tried_at: float = 0.0
     not_before: float = 0.0
     bad_tries: int = 0
     error: TieredError | None = None
@@ -89,6 +90,7 @@ class UnpublishedShards:
         for checkpoint_id, waiting in list(self._waiting.items()):
             if time.monotonic() < waiting.not_before:
                 continue
+            waiting.tried_at = time.time()
             try:
                 self._advance(checkpoint_id, waiting)
             except TieredError as exc:
@@ -110,18 +112,20 @@ class UnpublishedShards:
         )
         waiting.bad_tries += isinstance(error, CorruptError)
         ended = waiting.bad_tries >= _BAD_TRIES_MAX
-        self._report(checkpoint_id, "damaged" if ended else "failed", error)
+        self._report(checkpoint_id, waiting, "damaged" if ended else "failed", error)
         _log.warning("shard files of %s are not durable yet: %s", checkpoint_id, error)
         if ended:
             self._end(checkpoint_id, waiting)
 
-    def _report(self, checkpoint_id: str, state: str, error: TieredError) -> None:
+    def _report(
+        self, checkpoint_id: str, waiting: _Waiting, state: str, error: TieredError
+    ) -> None:
         self._reports.set(
             Report(
                 checkpoint_id=checkpoint_id,
                 attempt="",
                 state=state,
-                at=time.time(),
+                at=waiting.tried_at,
                 error=describe_error(error),
             )
         )
@@ -192,7 +196,7 @@ class UnpublishedShards:
                 checkpoint_id,
                 "Look at 'dcp-tiered status' on the coordinator's node, which commits.",
             )
-            self._report(checkpoint_id, "incomplete", waiting.error)
+            self._report(checkpoint_id, waiting, "incomplete", waiting.error)
             _log.error("giving up on shard files of %s: %s", checkpoint_id, waiting.error)
             self._end(checkpoint_id, waiting)
 

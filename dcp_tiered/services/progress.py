@@ -49,7 +49,7 @@ class Report:
     bytes_done: int = 0
     tries: int = 0
     at: float = 0.0
-    """Wall clock, seconds: to tell a fresh report from an old one."""
+    """Wall clock at which the try that met `error` began, seconds."""
     error: dict[str, Any] | None = None
     """Class name and fields of the error of the last try."""
 
@@ -225,7 +225,7 @@ def _bare(
     )
 
 
-def wait(
+def wait(  # noqa: PLR0913 - the writer's one caller names them all
     catalog: Catalog,
     local: LocalTier,
     level: str,
@@ -252,8 +252,8 @@ def wait(
             be asked, one request to it may come on top.
         poll_s: How often to look.
         keep_flusher: Called on every look for `durable`, starts a flusher if none runs.
-        launch: The caller's job, if it saves an id only once: what it published is then what it asks
-            for, even where another job on this node left a newer shard file under the id.
+        launch: The caller's job, if it saves an id only once: what it published is then what it
+            asks for, even where another job on this node left a newer shard file under the id.
 
     Raises:
         ConflictError: Another attempt owns the id.

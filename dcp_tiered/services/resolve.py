@@ -1,8 +1,8 @@
 """Which checkpoint to load: every rank offers what it has on its node, one rank chooses for all.
 
-An uncommitted checkpoint counts only where every rank reaches every shard file on its own node, since
-DCP spreads replicated items over the files of all ranks. Whatever is not certain stops the choice (I8):
-a store that cannot be asked is never taken for one that has nothing.
+An uncommitted checkpoint counts only where every rank reaches every shard file on its own node,
+since DCP spreads replicated items over the files of all ranks. Whatever is not certain stops the
+choice (I8): a store that cannot be asked is never taken for one that has nothing.
 """
 
 import logging
@@ -69,7 +69,7 @@ class Choice:
 
 
 def offer(catalog: Catalog, requested: object) -> Offer:
-    """Return what this rank has to offer; an error is an offer too, so that no rank waits in vain."""
+    """Return what this rank has to offer; an error is an offer too: no rank waits in vain."""
     wanted = None if requested is None else str(requested)[:200]
     try:
         if requested is not None:
@@ -294,8 +294,8 @@ def _unknown_hint(candidates: Sequence[Choice], unknown: TieredError) -> str | N
         return unknown.hint
     newest = max(candidates, key=lambda one: one.sequence).checkpoint_id
     return (
-        f"{unknown.hint or ''} To go on without the store, ask for the newest one that is whole on this"
-        f" job's nodes: checkpoint_id={newest!r}."
+        f"{unknown.hint or ''} To go on without the store, ask for the newest one that is whole on"
+        f" this job's nodes: checkpoint_id={newest!r}."
     ).strip()
 
 

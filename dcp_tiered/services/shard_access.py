@@ -1,12 +1,13 @@
 """Read verified blocks of a checkpoint from the nearest copy: the local shard file, else the pack.
 
-What does not pass its checksum never leaves here (I9). A local shard file that fails once is not asked
-again by this reader: the durable copy serves instead, and the log says so.
+What does not pass its checksum never leaves here (I9). A local shard file that fails once is not
+asked again by this reader: the durable copy serves instead, and the log says so.
 """
 
 import logging
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 from awscrt.checksums import crc32c
 
@@ -24,6 +25,7 @@ from dcp_tiered.format.shardfile import BLOCK_BYTES, END_MAGIC, Index, decode_in
 from dcp_tiered.interfaces import LocalTier, Tier
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class ShardAccess:
@@ -89,7 +91,9 @@ class ShardAccess:
             raise CorruptError("footer is not where the manifest says")
         return decode_index(trailer, bytes(data[: trailer.stored_length]))
 
-    def _from_nearest(self, shard: int, start: int, end: int, use: Any) -> Any:
+    def _from_nearest(
+        self, shard: int, start: int, end: int, use: Callable[[int, memoryview], T]
+    ) -> T:
         """Read a range from the nearest copy that has it sound; raise what the last copy raised."""
         ref = self._head.shards[shard]
         with self._lock:
@@ -100,8 +104,8 @@ class ShardAccess:
                 tier.read_into(key, offset + start, buffer)
                 result = use(shard, buffer)
             except TieredError as exc:
-                # A local disk that fails is one more reason to ask the durable tier; the durable tier's
-                # own silence proves nothing about the copy and goes to the caller as it is (I8).
+                # A local disk that fails is one more reason to ask the durable tier; that tier's
+                # silence proves nothing about its copy and goes to the caller as it is (I8).
                 if tier.name != "local" and not isinstance(exc, (AbsentError, CorruptError)):
                     raise
                 failure = type(exc)(exc.message, tier.name, exc.key or key, exc.hint, exc.errno)
@@ -123,8 +127,8 @@ class ShardAccess:
                 worst.errno,
             )
         raise IncompleteError(
-            f"shard file {ref.name} of {self._head.checkpoint_id} cannot be reached: it lies on node"
-            f" {ref.node} and is not on the durable tier",
+            f"shard file {ref.name} of {self._head.checkpoint_id} cannot be reached: it lies on"
+            f" node {ref.node} and is not on the durable tier",
             "local",
             ref.name,
             "Start on that node, or load an older checkpoint by its checkpoint_id.",

@@ -1,13 +1,10 @@
-"""The same state dicts through stock DCP and through us, saved on m ranks and loaded on n: same results."""
+"""The same states through stock DCP and through us, saved on m ranks and loaded on n: equal."""
 
-import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter

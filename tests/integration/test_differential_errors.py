@@ -1,7 +1,6 @@
-"""What stock DCP refuses we refuse too, with the same kind of error; what it loads we load alike."""
+"""What stock DCP refuses we refuse, with the same kind of error; what it loads we load alike."""
 
 import copy
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,12 +76,11 @@ class Pair:
 
     def save(self, state: State, planner: Callable[[], Any] = lambda: None) -> list[Any]:
         """Save with both; return the kinds of error of each."""
+        stock = FileSystemWriter(self._stock)
+        ours = {"storage_writer": TieredWriter(self._ours), "checkpoint_id": "step-1"}
         return [
-            states.attempt(lambda: dcp.save(state, storage_writer=writer, planner=planner(), **name))
-            for writer, name in (
-                (FileSystemWriter(self._stock), {}),
-                (TieredWriter(self._ours), {"checkpoint_id": "step-1"}),
-            )
+            states.attempt(lambda: dcp.save(state, storage_writer=stock, planner=planner())),
+            states.attempt(lambda: dcp.save(state, planner=planner(), **ours)),
         ]
 
     def load(self, target: State, planner: Callable[[], Any] = lambda: None) -> list[Any]:
@@ -128,7 +126,10 @@ def test_shape_mismatch_writes_to_no_target(saved: Pair) -> None:
 
 
 OPTIMIZER: State = {
-    "state": {0: {"step": torch.tensor(5.0), "exp_avg": filled((3,))}, 1: {"step": torch.tensor(5.0)}},
+    "state": {
+        0: {"step": torch.tensor(5.0), "exp_avg": filled((3,))},
+        1: {"step": torch.tensor(5.0)},
+    },
     "param_groups": [{"lr": 0.1, "params": [0, 1]}],
 }
 
@@ -183,5 +184,3 @@ def load_mismatches(rank: int, root: str) -> dict[str, str | None]:
 def test_ranks_that_ask_for_different_things(tmp_path: Path) -> None:
     for results in share_ranks(2, load_mismatches, str(tmp_path)):
         assert not any(results.values()), results
-
-

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.tensor import Shard
 
 from dcp_tiered import (
@@ -37,13 +37,17 @@ MIB = 1 << 20
 BLOCK = 256 * 1024
 
 
-def save(run: Run, checkpoint_id: str, state: State, level: str = "durable", **options: Any) -> None:
+def save(
+    run: Run, checkpoint_id: str, state: State, level: str = "durable", **options: Any
+) -> None:
     with TieredWriter(**run.arguments(), **options) as writer:
         dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=writer)
         writer.wait(level, checkpoint_id, timeout_s=60)
 
 
-def load(target: State, reader: TieredReader, checkpoint_id: str | None = None) -> TieredError | None:
+def load(
+    target: State, reader: TieredReader, checkpoint_id: str | None = None
+) -> TieredError | None:
     """Load; return the error of ours that it ends in."""
     try:
         dcp.load(target, checkpoint_id=checkpoint_id, storage_reader=reader)
@@ -87,7 +91,7 @@ def committed(posix_run: Run) -> Run:
 
 
 def pack(run: Run) -> Path:
-    (key,) = (key for key in run.keys() if key.endswith(".pack"))
+    (key,) = (key for key in sorted(run.keys()) if key.endswith(".pack"))
     return Path(run.url.removeprefix("tiered::file://")) / key
 
 
@@ -134,7 +138,7 @@ def test_local_copy_that_is_gone_or_cut_is_replaced(committed: Run, damage: str)
 
 
 def test_local_disk_that_fails_is_replaced(committed: Run) -> None:
-    """A directory in place of the file makes a real read fail with an errno that is not 'missing'."""
+    """A directory in place of the file: a real read fails with an errno that is not 'missing'."""
     path = shard_file(committed, "step-1")
     path.unlink()
     path.mkdir()
@@ -480,7 +484,9 @@ def test_ranks_agree_across_nodes(tmp_path: Path) -> None:
 def unlike_groups(rank: int, root: str) -> list[str]:
     """Ranks whose readers do not talk to each other and see different checkpoints."""
     writer = TieredWriter(f"tiered://{root}/{rank}")
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=f"step-{rank}", storage_writer=writer, no_dist=True)
+    dcp.save(
+        {"w": torch.ones(2)}, checkpoint_id=f"step-{rank}", storage_writer=writer, no_dist=True
+    )
     dist.barrier()
     reader = TieredReader(f"tiered://{root}/{rank}", no_dist=True)
     error = load({"w": torch.zeros(2)}, reader)
@@ -609,7 +615,9 @@ def shard_of(rank: int, root: str) -> tuple[int, int]:
     reader = TieredReader(f"tiered://{root}")
     dcp.load(target, storage_reader=reader)
     rows = target["w"].to_local()
-    assert torch.equal(rows.view(torch.int32), full.view(torch.int32)[rank * 1024 : rank * 1024 + 1024])
+    assert torch.equal(
+        rows.view(torch.int32), full.view(torch.int32)[rank * 1024 : rank * 1024 + 1024]
+    )
     return reader.bytes_read["local"], rows.numel() * 4
 
 

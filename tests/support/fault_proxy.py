@@ -1,7 +1,7 @@
 """An HTTP proxy in front of a real store that loses, delays, breaks and counts what passes.
 
-It goes between a client and the server by the client's endpoint alone. The `Host` header is handed on
-as it came, since requests are signed for it.
+It goes between a client and the server by the client's endpoint alone. The `Host` header is handed
+on as it came, since requests are signed for it.
 """
 
 import http.client

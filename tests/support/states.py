@@ -12,26 +12,24 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from dcp_tiered.format import shardfile
+
 State = dict[str, Any]
 
-DTYPES = tuple(
-    getattr(torch, name)
-    for name in (
-        "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128"
-        " complex32 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz"
-        " float8_e8m0fnu float4_e2m1fn_x2"
-    ).split()
-    if hasattr(torch, name)
-)
+DTYPES = tuple(getattr(torch, name) for name in shardfile.DTYPES if hasattr(torch, name))
 
 
-def filled(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def filled(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
     """Return a tensor of random bits, NaNs and all, that depends on its arguments only."""
     generator = torch.Generator().manual_seed(seed + 7919 * len(shape) + sum(shape))
     elements = int(torch.Size(shape).numel())
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
-    raw = torch.randint(0, 256, (elements * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    raw = torch.randint(
+        0, 256, (elements * dtype.itemsize,), dtype=torch.uint8, generator=generator
+    )
     return raw.view(dtype).reshape(shape)
 
 
@@ -41,8 +39,10 @@ def bits(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def difference(left: Any, right: Any, path: str = "") -> str | None:
-    """Return where two state dicts differ in type, shape, dtype or a single bit; None if nowhere."""
+def difference(  # noqa: PLR0911 - a table of returns
+    left: Any, right: Any, path: str = ""
+) -> str | None:
+    """Return where two state dicts differ in type, shape, dtype or a bit; None if nowhere."""
     if isinstance(left, io.BytesIO) and isinstance(right, io.BytesIO):
         left, right = left.getvalue(), right.getvalue()
     if type(left) is not type(right):
@@ -71,6 +71,15 @@ def kinds(exc: BaseException) -> list[str]:
     if isinstance(exc, CheckpointException):
         return sorted({kind for inner, _ in exc.failures.values() for kind in kinds(inner)})
     return [type(exc).__name__]
+
+
+def failure(work: Callable[[], Any]) -> BaseException:
+    """Run something that must fail; return what it raised, `CheckpointException` included."""
+    try:
+        work()
+    except BaseException as exc:  # noqa: BLE001 - CheckpointException is none of Exception
+        return exc
+    raise AssertionError("it did not fail")
 
 
 def attempt(work: Callable[[], Any]) -> list[str] | None:
@@ -162,7 +171,18 @@ def objects() -> State:
 
 
 def names() -> State:
-    odd = ["a/b", "../up", " ", "", "ü\U0001f600", "x" * 300, "a\nb", "tiered::s3://x", "100%", "a.b.c"]
+    odd = [
+        "a/b",
+        "../up",
+        " ",
+        "",
+        "ü\U0001f600",
+        "x" * 300,
+        "a\nb",
+        "tiered::s3://x",
+        "100%",
+        "a.b.c",
+    ]
     state: State = {name: filled((3,), seed=i) for i, name in enumerate(odd)}
     return state | {"inner": {0: filled((2,)), (1, 2): filled((2,), seed=1), None: 5}}
 
@@ -198,9 +218,7 @@ def placed(full: torch.Tensor, mesh: DeviceMesh, how: list[Placement]) -> DTenso
 def shards() -> State:
     mesh = mesh_1d()
     sizes = [(1,), (2,), (6,), (7, 3), (17, 2), (0, 4), (3, 0), (20, 5)]
-    state: State = {
-        f"rows {shape}": placed(filled(shape), mesh, [Shard(0)]) for shape in sizes
-    }
+    state: State = {f"rows {shape}": placed(filled(shape), mesh, [Shard(0)]) for shape in sizes}
     state |= {
         f"columns {shape}": placed(filled(shape, seed=1), mesh, [Shard(1)])
         for shape in sizes

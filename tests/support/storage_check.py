@@ -31,7 +31,7 @@ class Checked:
 
 
 class Eyes:
-    """Look at a run's durable objects as an outsider does; one client, so that many looks are cheap."""
+    """Look at a run's durable objects as an outsider does, with one client for many looks."""
 
     def __init__(self, run: Any) -> None:
         self._root: Path | None = None
@@ -68,7 +68,7 @@ class Eyes:
         return [record for record in records if record["kind"] == "commit"]
 
     def open_uploads(self) -> list[str]:
-        """Return the keys of multipart uploads that were begun and neither completed nor aborted."""
+        """Return the keys of multipart uploads that are neither completed nor aborted."""
         if self._root is not None:
             return []
         reply = self.client.list_multipart_uploads(Bucket=self._bucket, Prefix=f"{self._prefix}/")
@@ -153,4 +153,3 @@ def _check_commit(
         assert (len(shard), crc32c(shard)) == (length, crc), name
         assert shard.startswith(b"DCPTSHR1"), name
         assert shard.endswith(b"DCPTEND1"), name
-

@@ -65,9 +65,9 @@ class Torture:
     def _writes_a_temporary(self) -> bool:
         assert self.process is not None
         with suppress(OSError):
-            for number in os.listdir(f"/proc/{self.process.pid}/fd"):
+            for descriptor in Path(f"/proc/{self.process.pid}/fd").iterdir():
                 with suppress(OSError):
-                    target = os.readlink(f"/proc/{self.process.pid}/fd/{number}")
+                    target = str(descriptor.readlink())
                     if target.startswith(str(self.run.local)) and "(deleted)" in target:
                         return True
         return False
@@ -80,7 +80,7 @@ class Torture:
             pattern = "*/step-*/*.shard" if moment == "sealed" else "*/step-*/published-*.json"
             return {str(path) for path in self.run.local.glob(pattern)}
         part = {"manifest": "/manifest-", "pack": "/packs/", "record": "/record-"}[moment]
-        return {key for key in self.eyes.keys() if part in key}
+        return {key for key in sorted(self.eyes.keys()) if part in key}
 
     def kill(self, victim: str) -> None:
         assert self.process is not None

@@ -76,6 +76,14 @@ def test_another_file_of_ours_is_refused() -> None:
         decode_record(STORED.partition(b"\n")[0], "step-1")
 
 
+@pytest.mark.parametrize("shift", [-64, 1, 1 << 40])
+def test_a_trailer_that_points_elsewhere_is_refused(shift: int) -> None:
+    trailer = bytearray(TAIL[-TRAILER_BYTES:])
+    trailer[:8] = (SHARD.footer_start + shift).to_bytes(8, "little")
+    with pytest.raises(CorruptError, match="says that it has"):
+        decode_trailer(bytes(trailer), len(SHARD.data), END_MAGIC)
+
+
 def test_a_file_longer_than_its_trailer_says_is_refused() -> None:
     with pytest.raises(CorruptError, match="says that it has"):
         decode_trailer(TAIL[-TRAILER_BYTES:], len(SHARD.data) + 1, END_MAGIC)

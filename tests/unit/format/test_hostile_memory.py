@@ -96,6 +96,12 @@ def test_numbers_that_are_none_are_refused(text: bytes) -> None:
         from_tagged(columns.parse_json(b'{"v":' + text + b"}")["v"])
 
 
+@pytest.mark.parametrize("text", [b"NaN", b"Infinity", b"-Infinity"])
+def test_constants_that_json_lacks_are_refused_everywhere(text: bytes) -> None:
+    with pytest.raises(CorruptError, match="not JSON"):
+        columns.parse_json(b'{"v":[' + text + b"]}")
+
+
 def test_integers_of_thousands_of_digits_are_refused() -> None:
     for digits in (100, 4000, 5000):
         data = RECORD.replace(b'"sequence":5', b'"sequence":' + b"9" * digits)
@@ -139,3 +145,34 @@ def test_many_columns_are_only_as_many_as_were_sent() -> None:
         assert len(columns.decode(blob_of(described))[1]) == 5_000
         with pytest.raises(CorruptError, match="twice"):
             columns.decode(blob_of([*described, described[0]]))
+
+
+def test_bytes_behind_a_frame_are_refused() -> None:
+    frame = zstandard.compress(b"index")
+    assert columns.decompress(frame, 5) == b"index"
+    for more in (b"x", b"junk that is no frame", frame):
+        with pytest.raises(CorruptError):
+            columns.decompress(frame + more, 5)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"d": [["a", 1], ["a", 2]]},
+        {"d": [["a"]]},
+        {"d": [["a", 1, 2]]},
+        {"d": ["ab"]},
+        {"d": [[{"l": []}, 1]]},
+        {"d": {}},
+        {"t": 1},
+        {"x": []},
+        {"t": [], "l": []},
+        {"f": "1"},
+        {},
+        [],
+    ],
+    ids=str,
+)
+def test_plain_data_that_is_malformed_is_refused(value: object) -> None:
+    with pytest.raises(CorruptError, match="plain data"):
+        from_tagged(value)
