@@ -107,7 +107,7 @@ def test_a_published_save_of_a_killed_trainer_becomes_durable(posix_run: Run) ->
 
 
 def test_a_leftover_that_was_published_can_be_saved_over(posix_run: Run) -> None:
-    """O049, O050: killed before anything was uploaded, and the resumed run reaches the step again."""
+    """O049, O050: killed before anything was uploaded, and the resumed run gets there again."""
     with runs.no_flusher(posix_run):
         die(posix_run, "step-1", 1, "published")
         runs.save(posix_run.arguments(), "step-1", 11)

@@ -1,4 +1,4 @@
-"""Several nodes, each with a local tier and a flusher of its own: one commit, when all parts are there."""
+"""Several nodes, each with a local tier and a flusher of its own: one commit when all is there."""
 
 import os
 from pathlib import Path
