@@ -23,6 +23,7 @@ _CREDENTIALS = re.compile(r"://[^/]*@|[^/]:[^/]*@")
 _SECRET_QUERY = ("?", "#")
 _EXAMPLE = "such as 'tiered::s3://bucket/run42'"
 
+ENGINES = ("auto", "direct", "buffered")
 FILE_PROTOCOLS = ("file", "local")
 S3_PROTOCOLS = ("s3", "s3a")
 _PUBLIC_OPTIONS = ("anon", "endpoint_url", "profile", "use_ssl")
@@ -63,9 +64,11 @@ class Limits:
     """How often local directories are looked at for work or for an answer."""
     incomplete_after_s: float = 600.0
     """How long a commit waits for packs of other nodes before status says `incomplete`."""
+    stage_wait_s: float = 600.0
+    """How long `dcp.async_save` waits for the save before it, whose staged copy is in the way."""
     takeover_s: float = 20.0
     """How long a new flusher waits for a running one to hand over before it is killed."""
-    inflight_bytes_max: int = 256 << 20
+    inflight_bytes_max: int = 128 << 20
     """Bytes read ahead of the copy into tensors while loading."""
     part_bytes: int = 64 << 20
     """Size of one request of a large upload."""
@@ -82,6 +85,8 @@ class Settings:
     """The local tier of this node, above all runs."""
     options: Mapping[str, Any] = field(repr=False)
     """Options of the durable tier's protocol, secrets included."""
+    engine: str = "auto"
+    """What writes to the local tier: `auto`, `direct` or `buffered`."""
     limits: Limits = field(default_factory=Limits)
 
     def public_options(self) -> dict[str, Any]:
@@ -97,6 +102,7 @@ def settings(
     local: str | os.PathLike[str] | None = None,
     options: Mapping[str, Any] | None = None,
     limits: Limits | None = None,
+    engine: str | None = None,
 ) -> Settings:
     """Build settings from what a user gave, what the URL says, and fsspec's configuration.
 
@@ -105,6 +111,7 @@ def settings(
         local: The local tier; else `options["tiered"]["local"]`, else `FSSPEC_TIERED_LOCAL`.
         options: Options by protocol, such as `{"s3": {"endpoint_url": ...}}`.
         limits: Bounds that differ from the defaults.
+        engine: What writes to the local tier; else `options["tiered"]["engine"]`, else `auto`.
 
     Raises:
         InvalidError: The URL or an option cannot be right.
@@ -123,10 +130,14 @@ def settings(
     tiered = _protocol_options(("tiered",), given)
     durable = _protocol_options(_aliases(run.protocol), given)
     _refuse_secret_endpoint(durable)
+    chosen = engine or str(tiered.get("engine") or "auto")
+    if chosen not in ENGINES:
+        raise InvalidError(f"engine {chosen!r} is not one of {', '.join(ENGINES)}")
     return Settings(
         url=run,
         local=_local_path(run, local, tiered),
         options=durable,
+        engine=chosen,
         limits=limits or _limits(tiered.get("limits") or {}),
     )
 

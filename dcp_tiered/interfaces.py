@@ -3,11 +3,20 @@
 Every method may be called from several threads at once. Errors are those of `errors.py`.
 """
 
+import ctypes
+import mmap
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+def address(buffer: memoryview) -> int:
+    """Return where a writable buffer lies in memory: direct I/O wants whole pages."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,13 +135,48 @@ class LocalTier(Tier, Protocol):
         ...
 
 
-class Engine(Protocol):
-    """Moves bytes between memory and an open file."""
+class Image(Protocol):
+    """A file that grows from front to back."""
 
-    def write(self, fd: int, start: int, data: memoryview) -> None:
-        """Write all of `data` at `start`, or raise `OSError`."""
+    def append(self, start: int, data: memoryview) -> list[int]:
+        """Write `data` at `start`, at or behind all that was appended before.
+
+        `data` has to stay as it is until `finish` returns.
+
+        Args:
+            start: Byte in the file; what lies between reads as zeros.
+            data: Flat bytes.
+
+        Returns:
+            CRC32C of each 256 KiB block of `data`.
+
+        Raises:
+            OSError: What a write met, perhaps an earlier one, with errno.
+        """
         ...
 
-    def read_into(self, fd: int, start: int, buffer: memoryview) -> int:
-        """Fill `buffer` from `start`; return the bytes read, fewer only at the end of the file."""
+    def finish(self, length: int) -> None:
+        """Hand everything to the device and give the file its length; the file is not synced.
+
+        Raises:
+            OSError: The first error of any write.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """Moves bytes between memory and files of this node."""
+
+    name: str
+
+    def writing(self, fd: int, length_estimate: int) -> AbstractContextManager[Image]:
+        """Write one file; when the block ends, no thread works on it any more.
+
+        Args:
+            fd: Open for reading and writing, empty.
+            length_estimate: Bytes to reserve; the file may become longer or shorter.
+
+        Raises:
+            OSError: There is not that much space, with errno.
+        """
         ...

@@ -34,6 +34,7 @@ from torch.futures import Future
 from dcp_tiered import config, stack
 from dcp_tiered.config import Limits
 from dcp_tiered.engines import tensors
+from dcp_tiered.engines.arena import Arena
 from dcp_tiered.errors import ConflictError, InvalidError, TieredError
 from dcp_tiered.format import layout
 from dcp_tiered.format.manifest import Entry, Manifest, decode_manifest
@@ -48,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 _THREADS = 4
 _READ_BYTES_MAX = 16 << 20
+_BUFFER_BYTES = _READ_BYTES_MAX + (1 << 20)
+"""Room for the page at either end that a read around the page cache takes along."""
 _GAP_BYTES_MAX = 128 << 10
 """Smaller than a block: no block is read that nobody asked for."""
 _UNSAFE_HINT = (
@@ -128,6 +131,8 @@ class TieredReader(StorageReader):
         self._requested: object = None
         self._load: _Load | None = None
         self._stack = stack.build(self._settings)
+        count = self._settings.limits.inflight_bytes_max // _BUFFER_BYTES
+        self._arena = Arena(_BUFFER_BYTES, max(1, count))
         if self._settings.local is None:
             _log.info("no local tier is configured, reading from %s only", self._settings.url.root)
 
@@ -347,28 +352,48 @@ class TieredReader(StorageReader):
     def _read_all(
         self, access: ShardAccess, shard: int, reads: list[tuple[int, int, list[Extent[_Part]]]]
     ) -> Iterator[tuple[list[Extent[_Part]], int, memoryview]]:
-        """Read in several threads, in order, with no more bytes in flight than allowed."""
+        """Read in several threads, in order, into the arena's buffers and nothing else.
 
-        def read(start: int, end: int, inside: list[Extent[_Part]]) -> memoryview:
+        What is yielded stays as it is until the next one is asked for.
+        """
+
+        def read(
+            start: int, end: int, inside: list[Extent[_Part]], buffer: memoryview
+        ) -> memoryview:
             wanted = [(e.what.row, e.what.first_block, e.what.end_block) for e in inside]
-            return access.read(shard, start, end, wanted)
+            return access.read(shard, start, end, wanted, buffer)
 
-        waiting: deque[tuple[list[Extent[_Part]], int, int, ThreadFuture[memoryview]]] = deque()
-        in_flight, budget = 0, self._settings.limits.inflight_bytes_max
+        def deliver() -> tuple[list[Extent[_Part]], int, memoryview]:
+            inside, start, future, _ = waiting[0]
+            return inside, start, future.result()
+
+        def release() -> None:
+            buffer = waiting.popleft()[3]
+            if len(buffer) == arena.buffer_bytes:
+                arena.give_back(buffer)
+
+        arena = self._arena
+        waiting: deque[tuple[list[Extent[_Part]], int, ThreadFuture[memoryview], memoryview]] = (
+            deque()
+        )
         pool = ThreadPoolExecutor(_THREADS, "dcp-tiered-read")
         try:
             for start, end, inside in reads:
-                while waiting and in_flight + end - start > budget:
-                    done, at, size, future = waiting.popleft()
-                    yield done, at, future.result()
-                    in_flight -= size
-                waiting.append((inside, start, end - start, pool.submit(read, start, end, inside)))
-                in_flight += end - start
+                if len(waiting) == arena.count:
+                    yield deliver()
+                    release()
+                # A single object larger than a buffer gets memory of its own.
+                small = end - start <= arena.buffer_bytes
+                buffer = arena.take() if small else memoryview(bytearray(end - start))
+                future = pool.submit(read, start, end, inside, buffer)
+                waiting.append((inside, start, future, buffer))
             while waiting:
-                done, at, _, future = waiting.popleft()
-                yield done, at, future.result()
+                yield deliver()
+                release()
         finally:
             pool.shutdown(cancel_futures=True)
+            while waiting:
+                release()
 
     def _deliver(
         self, load: _Load, shard: int, part: _Part, data: memoryview, planner: LoadPlanner

@@ -6,15 +6,21 @@ from pathlib import Path
 
 from dcp_tiered import config
 from dcp_tiered.config import Limits, Settings
+from dcp_tiered.engines.arena import Arena
+from dcp_tiered.engines.choose import choose
 from dcp_tiered.errors import InvalidError
 from dcp_tiered.format import layout
-from dcp_tiered.interfaces import Tier
+from dcp_tiered.interfaces import Engine, Tier
 from dcp_tiered.services import launcher, run_directory
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.flusher import Flusher
 from dcp_tiered.services.lock import FlusherLock
 from dcp_tiered.tiers.posix import PosixTier
 from dcp_tiered.tiers.s3 import S3Tier
+
+_BUFFER_BYTES = 8 << 20
+_BUFFERS = 4
+"""Two that are written while one is filled, and one to spare: 32 MiB whatever the state's size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +101,15 @@ def _keeper(settings: Settings, local: PosixTier) -> launcher.Keeper:
         may_take_over=local_rank in (None, 0),
         environment=config.child_environment(),
     )
+
+
+def engine(settings: Settings, directory: Path) -> Engine:
+    """Build what writes to the local tier, with buffers of its own.
+
+    Raises:
+        InvalidError: The engine was asked for by name and does not work there.
+    """
+    return choose(settings.engine, directory, Arena(_BUFFER_BYTES, _BUFFERS))
 
 
 def durable_tier(settings: Settings, limits: Limits | None = None) -> Tier | None:

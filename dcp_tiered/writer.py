@@ -15,10 +15,10 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -26,40 +26,44 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_tiered import config, stack
 from dcp_tiered.config import Limits
-from dcp_tiered.engines import tensors
+from dcp_tiered.engines import shard_sink, tensors
 from dcp_tiered.engines.shard_sink import ShardSink
+from dcp_tiered.engines.staging import StagingArena
 from dcp_tiered.errors import (
-    ConflictError,
-    CorruptError,
-    IncompleteError,
     InvalidError,
     TieredError,
     from_os_error,
 )
 from dcp_tiered.format import layout
 from dcp_tiered.format.footer import TRAILER_BYTES, decode_trailer
-from dcp_tiered.format.manifest import Chunk, Entry, Head, Manifest, ShardRef
+from dcp_tiered.format.manifest import Head, Manifest, ShardRef
 from dcp_tiered.format.plain import to_tagged
 from dcp_tiered.format.records import Commit
 from dcp_tiered.format.shardfile import (
     DTYPES,
     END_MAGIC,
+    PAGE_BYTES,
     Header,
     Index,
     decode_index,
 )
+from dcp_tiered.policy import completeness
+from dcp_tiered.policy.completeness import Planned
 from dcp_tiered.services import identity, progress
 from dcp_tiered.services.catalog import Catalog, newest, taken
 from dcp_tiered.services.progress import CheckpointStatus
 from dcp_tiered.version import __version__
+
+if TYPE_CHECKING:
+    from dcp_tiered.interfaces import Engine
 
 _log = logging.getLogger(__name__)
 
@@ -106,12 +110,13 @@ class _ThreadState(threading.local):
     save: _Save | None = None
 
 
-class TieredWriter(StorageWriter):
+class TieredWriter(StorageWriter, AsyncStager):
     """Write DCP checkpoints to NVMe and, in the background, to a durable tier.
 
-    One writer serves many saves, `dcp.save` as well as `dcp.async_save`. It can be pickled. With a
-    process group, await an `async_save` before the next one begins: DCP's collectives of two saves
-    that overlap wait for each other.
+    One writer serves many saves, `dcp.save` as well as `dcp.async_save`. It can be pickled.
+    `dcp.async_save` returns after one copy of the state into a buffer that is kept and reused; the
+    next one waits until the save before it has ended, since DCP's collectives of two saves that
+    overlap wait for each other.
 
     Args:
         url: The run: `tiered::s3://bucket/run42`, `tiered::file:///mnt/lustre/run42`, or
@@ -121,6 +126,8 @@ class TieredWriter(StorageWriter):
         step: Training step for display and retention; default: the last integer in the id.
         metadata: Plain data of yours to keep with each checkpoint.
         trust_bytes: Save objects that `torch.load(weights_only=True)` would refuse at resume.
+        engine: What writes to the local tier: `auto` (default), or `direct` (O_DIRECT) or
+            `buffered`, which then has to work there.
         limits: Bounds that differ from the defaults.
         **options: fsspec options by protocol, such as `s3={"endpoint_url": ...}`.
 
@@ -137,11 +144,13 @@ class TieredWriter(StorageWriter):
         step: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         trust_bytes: bool = False,
+        engine: str | None = None,
         limits: Limits | None = None,
         **options: Mapping[str, Any],
     ) -> None:
         super().__init__()
-        self._settings = config.settings(url, local, options, limits)
+        self._synchronize_after_execute = False
+        self._settings = config.settings(url, local, options, limits, engine)
         self._overwrite = overwrite
         self._step = step
         self._metadata = copy.deepcopy(dict(metadata)) if metadata else {}
@@ -150,6 +159,8 @@ class TieredWriter(StorageWriter):
         self._launch = identity.current().text()
         self._last_sequence = 0
         self._thread = _ThreadState()
+        self._engine: Engine | None = None
+        self._staging = StagingArena(self._settings.limits.stage_wait_s)
         self._stack = stack.build(self._settings)
         self._stack.need_local()
 
@@ -158,11 +169,13 @@ class TieredWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what belongs to one save or one process."""
-        return {**self.__dict__, "_thread": None, "_stack": None}
+        mine = {"_thread": None, "_engine": None, "_staging": None, "_stack": None}
+        return {**self.__dict__, **mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._thread = _ThreadState()
+        self._staging = StagingArena(self._settings.limits.stage_wait_s)
         self._stack = stack.build(self._settings)
 
     @property
@@ -173,7 +186,18 @@ class TieredWriter(StorageWriter):
             return str(state.requested)
         return None if state.save is None else state.save.checkpoint_id
 
-    # What DCP calls, in this order.
+    # What DCP calls, in this order; the first two from `dcp.async_save` only.
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of the state that no later change of it reaches; training may go on.
+
+        Raises:
+            BackpressureError: The save before this one did not end within `stage_wait_s`.
+        """
+        return self._staging.stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for: `stage` returns when the copy is complete."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Store the id of the next save. DCP may call this twice, or in the middle of a save."""
@@ -199,6 +223,7 @@ class TieredWriter(StorageWriter):
                 None,
                 "Pass one, as in dcp.save(state, checkpoint_id='step-1', storage_writer=writer).",
             )
+        self._staging.saving_in(threading.current_thread())
         rank, world_size = _rank_and_world()
         state.save = _Save(
             checkpoint_id=layout.check_checkpoint_id(requested),
@@ -285,7 +310,7 @@ class TieredWriter(StorageWriter):
                 for shard in shards
             ),
         )
-        entries = _entries(metadata, [_index_of(shard) for shard in shards])
+        entries = completeness.match(_planned(metadata), [_index_of(shard) for shard in shards])
         published = self._stack.catalog.publish(
             Manifest(head=head, entries=entries, planner_data=metadata.planner_data)
         )
@@ -306,6 +331,15 @@ class TieredWriter(StorageWriter):
         return isinstance(checkpoint_id, str) and layout.is_checkpoint_id(checkpoint_id)
 
     # What users call.
+
+    def prewarm(self, state_dict: dict[str, Any]) -> None:
+        """Make the staging buffer that a state will need, so that the first save does not."""
+        self._staging.prewarm(state_dict)
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds that `dcp.async_save` has waited for earlier saves of this writer so far."""
+        return self._staging.stalled_s
 
     def wait(self, level: str, checkpoint_id: str, *, timeout_s: float = 600.0) -> None:
         """Block until a checkpoint is `local` (on this node's tier) or `durable` (committed).
@@ -346,7 +380,9 @@ class TieredWriter(StorageWriter):
         return progress.status(self._stack.catalog, self._stack.need_local())
 
     def close(self) -> None:
-        """Give connections back. The flusher goes on by itself."""
+        """Give connections and buffers back. The flusher goes on by itself."""
+        self._staging.close()
+        self._engine = None
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -439,11 +475,14 @@ class TieredWriter(StorageWriter):
             written_by=__version__,
         )
         local = self._stack.need_local()
+        items = sorted(plan.items, key=_write_order)
+        estimate = PAGE_BYTES + sum(map(_item_bytes, items))
+        engine = self._engine = self._engine or stack.engine(self._settings, local.base)
         with local.create(layout.key(save.checkpoint_id, name)) as staged:
-            sink = ShardSink(staged, header)
-            for item in sorted(plan.items, key=_write_order):
-                self._write_item(sink, item, planner)
-            footer_start, tail = sink.finish()
+            with shard_sink.writing(staged, engine, header, estimate) as sink:
+                for item in items:
+                    self._write_item(sink, item, planner)
+                footer_start, tail = sink.finish()
             staged.seal()
         return ShardResult(
             name=name,
@@ -508,13 +547,16 @@ def _rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
-def _write_order(item: WriteItem) -> tuple[int, int]:
+def _write_order(item: WriteItem) -> tuple[bool, int]:
     """Large tensors first, small ones packed behind them, opaque bytes last."""
+    return item.tensor_data is None, -_item_bytes(item)
+
+
+def _item_bytes(item: WriteItem) -> int:
+    """Return the bytes of a tensor item; opaque bytes are of unknown size before they are there."""
     if item.tensor_data is None:
-        return 1, 0
-    chunk = item.tensor_data.chunk
-    size = chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-    return 0, -size
+        return 0
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
 def _index_of(shard: ShardResult) -> Index:
@@ -522,70 +564,15 @@ def _index_of(shard: ShardResult) -> Index:
     return decode_index(trailer, shard.tail[: trailer.stored_length])
 
 
-def _entries(metadata: Metadata, indexes: list[Index]) -> list[Entry]:
-    """Match DCP's metadata with what the ranks sealed, one to one.
-
-    Raises:
-        IncompleteError: Something is planned and was not written.
-        ConflictError: Something was written twice.
-        CorruptError: Something was written that is not what was planned.
-    """
-    written: dict[tuple[str, tuple[int, ...] | None], tuple[int, int]] = {}
-    for shard, index in enumerate(indexes):
-        for row, fqn in enumerate(index.fqns):
-            key = (fqn, None if index.is_bytes(row) else index.box(row)[0])
-            if key in written:
-                raise ConflictError("written by two ranks", "local", f"{fqn} at {key[1]}")
-            written[key] = (shard, row)
-    entries = []
+def _planned(metadata: Metadata) -> Iterator[Planned]:
     for fqn, described in metadata.state_dict_metadata.items():
         if isinstance(described, BytesStorageMetadata):
-            shard, row = _written(written, fqn, None)
-            chunk = Chunk(offsets=(), sizes=(), shard=shard, row=row)
-            entries.append(Entry(fqn=fqn, dtype=None, chunks=(chunk,)))
+            yield Planned(fqn, None, (), False, ())  # noqa: FBT003 - requires no gradient
         else:
-            entries.append(_tensor_entry(fqn, described, written, indexes))
-    if written:
-        fqn, offsets = next(iter(written))
-        raise CorruptError("written and not planned", "local", f"{fqn} at {offsets}")
-    return entries
-
-
-def _tensor_entry(
-    fqn: str,
-    described: TensorStorageMetadata,
-    written: dict[tuple[str, tuple[int, ...] | None], tuple[int, int]],
-    indexes: list[Index],
-) -> Entry:
-    shape, dtype = tuple(described.size), tensors.dtype_name(described.properties.dtype)
-    chunks = []
-    for chunk in described.chunks:
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        shard, row = _written(written, fqn, offsets)
-        index = indexes[shard]
-        if (*index.box(row)[1:], DTYPES[index.dtype[row]]) != (sizes, shape, dtype):
-            raise CorruptError("a chunk differs from its plan", "local", f"{fqn} at {offsets}")
-        chunks.append(Chunk(offsets=offsets, sizes=sizes, shard=shard, row=row))
-    return Entry(
-        fqn=fqn,
-        dtype=dtype,
-        shape=shape,
-        requires_grad=described.properties.requires_grad,
-        chunks=tuple(chunks),
-    )
-
-
-def _written(
-    written: dict[tuple[str, tuple[int, ...] | None], tuple[int, int]],
-    fqn: str,
-    offsets: tuple[int, ...] | None,
-) -> tuple[int, int]:
-    found = written.pop((fqn, offsets), None)
-    if found is None:
-        raise IncompleteError(
-            "planned and not written by any rank",
-            "local",
-            f"{fqn} at {offsets}",
-            "If plan caching is on, the structure of the state changed between saves: turn it off.",
-        )
-    return found
+            yield Planned(
+                fqn,
+                tensors.dtype_name(described.properties.dtype),
+                tuple(described.size),
+                described.properties.requires_grad,
+                [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks],
+            )

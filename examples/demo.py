@@ -395,7 +395,7 @@ class Demo:
         off = max(abs(a - b) / abs(b) for a, b in pairs)
         if phase.ranks == reference.ranks:
             return equal == len(pairs), f"{equal} of {len(pairs)}: same bits"
-        return off <= TOLERANCE, f"off by {off:.0e}, bound {TOLERANCE:.0e}"
+        return off <= TOLERANCE, f"off {off:.0e} of {TOLERANCE:.0e}"
 
     def phase_table(self) -> Table:
         """Return what each phase did."""

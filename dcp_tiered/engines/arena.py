@@ -1,7 +1,7 @@
 """Page-aligned, pre-faulted, reused memory under one byte budget.
 
-First touch of fresh memory costs several times a warm copy, and O_DIRECT wants aligned addresses: so every
-byte that passes through host memory passes through here, and no buffer is ever made per save.
+First touch of fresh memory costs several times a warm copy, and O_DIRECT wants aligned addresses:
+so every byte that passes through host memory passes through here, and no buffer is made per save.
 """
 
 import mmap
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dcp_tiered.errors import BackpressureError
+from dcp_tiered.interfaces import PAGE_BYTES
 
-PAGE_BYTES = mmap.PAGESIZE
 _WAIT_S_MAX = 600.0
 
 

@@ -1,14 +1,15 @@
 """O_DIRECT: around the page cache, at the speed of the device.
 
-A file is written as one image from front to back. What lies in ordinary memory is copied once, through
-aligned buffers, and summed while it is in the cache; what is aligned already (a staging arena) is
-written from where it lies. Two threads keep the device busy while the next buffer is filled.
+A file is written as one image from front to back. What lies in ordinary memory is copied once,
+through aligned buffers, and summed while it is in the cache; what is aligned already (a staging
+arena) is written from where it lies. Two threads keep the device busy while the next buffer fills.
 """
 
 import ctypes
 import errno
 import os
 import struct
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,15 +17,18 @@ from contextlib import contextmanager
 import numpy as np
 from awscrt.checksums import crc32c
 
-from dcp_tiered.engines.arena import PAGE_BYTES, Arena
+from dcp_tiered.engines.arena import Arena
+from dcp_tiered.interfaces import PAGE_BYTES
 
 _THREADS = 2
 _BLOCK_BYTES = 256 << 10
 _SMALL_BYTES = 16 << 10
 _IN_PLACE_BYTES = 1 << 20
-"""From here on an aligned item is written from where it lies; below, one copy costs less than one more
-request to the device."""
+"""An aligned item is written from where it lies from this size on; below, a copy costs less than
+one more request to the device."""
 _REQUEST_BYTES = 16 << 20
+_REQUESTS_MAX = 4
+"""Requests on their way: what they are written from is held until they are done."""
 _STATX_DIOALIGN = 0x2000
 _AT_EMPTY_PATH = 0x1000
 _DIOALIGN_OFFSET = 0x98
@@ -32,9 +36,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def alignment(fd: int) -> tuple[int, int] | None:
-    """Return how O_DIRECT wants memory and file offsets aligned, None where the file cannot have it.
+    """Return how O_DIRECT wants memory and offsets aligned, None where the file cannot have it.
 
-    Source: statx(2), STATX_DIOALIGN, Linux 6.1. File systems that do not answer are taken at a page.
+    Source: statx(2), STATX_DIOALIGN, Linux 6.1. A file system without an answer is taken at a page.
     """
     buffer = ctypes.create_string_buffer(256)
     if _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer):
@@ -80,15 +84,7 @@ class DirectEngine:
 
     @contextmanager
     def writing(self, fd: int, length_estimate: int) -> Iterator["DirectImage"]:
-        """Write one file as an image; the block ends when no thread works on it any more.
-
-        Args:
-            fd: Open for writing, empty.
-            length_estimate: Bytes to reserve; the image may become longer or shorter.
-
-        Raises:
-            OSError: What the device said, with errno.
-        """
+        """Write one file; see `Engine.writing`."""
         direct = reopen(fd, os.O_RDWR)
         try:
             aligned = alignment(direct)
@@ -118,26 +114,16 @@ class DirectImage:
         self._buffer: memoryview | None = None
         self._buffer_start = 0
         self._end = 0
-        self._futures: list[Future[None]] = []
+        self._futures: deque[Future[None]] = deque()
 
     def append(self, start: int, data: memoryview) -> list[int]:
-        """Write `data` at `start`, at or behind all that was appended before.
-
-        `data` has to stay as it is until `finish` returns.
-
-        Args:
-            start: Byte in the file; what lies between reads as zeros.
-            data: Flat bytes.
-
-        Returns:
-            CRC32C of each 256 KiB block of `data`.
-        """
+        """Write `data` at `start`; see `Image.append`."""
         if self._in_place(start, data):
             length = len(data) - len(data) % PAGE_BYTES
             self._submit_buffer()
             for at in range(0, length, _REQUEST_BYTES):
                 part = data[at : min(length, at + _REQUEST_BYTES)]
-                self._futures.append(self._pool.submit(_write, self._fd, part, start + at))
+                self._submit(part, start + at)
             crcs = [
                 crc32c(data[at : at + _BLOCK_BYTES]) for at in range(0, len(data), _BLOCK_BYTES)
             ]
@@ -148,14 +134,10 @@ class DirectImage:
         return self._copy_summed(start, data)
 
     def finish(self, length: int) -> None:
-        """Hand everything to the device and cut the file to its length.
-
-        Raises:
-            OSError: The first error of any write.
-        """
+        """Hand everything to the device; see `Image.finish`."""
         self._submit_buffer()
-        for future in self._futures:
-            future.result()
+        while self._futures:
+            self._futures.popleft().result()
         os.ftruncate(self._fd, length)
 
     def settle(self) -> None:
@@ -170,7 +152,7 @@ class DirectImage:
         if len(data) < _IN_PLACE_BYTES or start % PAGE_BYTES:
             return False
         address = np.frombuffer(data, dtype="u1").__array_interface__["data"][0]
-        return address % self._memory_alignment == 0
+        return bool(address % self._memory_alignment == 0)
 
     def _copy_summed(self, start: int, data: memoryview) -> list[int]:
         """Copy block by block and sum each one where it was copied to, while it is in the cache."""
@@ -221,7 +203,6 @@ class DirectImage:
         if self._buffer is not None and self._end - self._buffer_start == len(self._buffer):
             self._submit_buffer()
         if self._buffer is None:
-            self._raise_failed()
             self._buffer = self._arena.take()
             self._buffer_start = self._end
         return self._buffer, self._end - self._buffer_start
@@ -235,16 +216,16 @@ class DirectImage:
         padded = used + -used % PAGE_BYTES
         buffer[used:padded] = bytes(padded - used)
         self._end = self._buffer_start + padded
-        future = self._pool.submit(_write, self._fd, buffer[:padded], self._buffer_start)
+        future = self._submit(buffer[:padded], self._buffer_start)
         future.add_done_callback(lambda _: self._arena.give_back(buffer))
-        self._futures.append(future)
 
-    def _raise_failed(self) -> None:
-        """Raise early what a write met, instead of filling more buffers; forget what went well."""
-        done = [future for future in self._futures if future.done()]
-        for future in done:
-            future.result()
-        self._futures = [future for future in self._futures if not future.done()]
+    def _submit(self, data: memoryview, start: int) -> Future[None]:
+        """Give a request to a thread; wait for the oldest one, and its error, when many are out."""
+        while len(self._futures) >= _REQUESTS_MAX:
+            self._futures.popleft().result()
+        future = self._pool.submit(_write, self._fd, data, start)
+        self._futures.append(future)
+        return future
 
 
 def _write(fd: int, data: memoryview, start: int) -> None:

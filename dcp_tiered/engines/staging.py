@@ -1,7 +1,8 @@
-"""Staging: one copy of the state into one reused, page-aligned, shared buffer, and training goes on.
+"""Staging: one copy of the state into a reused, page-aligned, shared buffer, and training goes on.
 
-The buffer is laid out like a shard file: large tensors on page borders, so that the direct engine writes
-them from where they lie. Tensors that share memory are staged once. What is not a tensor is deep-copied.
+The buffer is laid out like a shard file: large tensors on page borders, so that the direct engine
+writes them from where they lie. Tensors that share memory are staged once. What is not a tensor is
+deep-copied.
 """
 
 import copy
@@ -24,8 +25,6 @@ from dcp_tiered.format.shardfile import place
 _log = logging.getLogger(__name__)
 _SHM = "/dev/shm"  # noqa: S108 - a mount point, not a temporary file
 _SHM_SPARE_BYTES = 64 << 20
-_GROWTH = 1.02
-"""Head room, so that a state that grows by a little does not take a second buffer."""
 _LOOK_S = 0.01
 
 
@@ -56,6 +55,7 @@ class StagingArena:
         self._buffer: torch.Tensor | None = None
         self._in_use: weakref.ref[StagedState] | None = None
         self._saver: threading.Thread | None = None
+        self._stager: threading.Thread | None = None
         self.stalled_s = 0.0
         """Seconds that training has waited for an earlier save, all together."""
 
@@ -65,8 +65,9 @@ class StagingArena:
         return 0 if self._buffer is None else self._buffer.numel()
 
     def saving_in(self, thread: threading.Thread) -> None:
-        """Note which thread saves what is staged: when it has ended, so has the save."""
-        self._saver = thread
+        """Note that a thread saves: if it is not the one that stages, its end is the save's end."""
+        if thread is not self._stager:
+            self._saver = thread
 
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Make and touch the buffer that `state_dict` will need, ahead of the first save."""
@@ -89,7 +90,7 @@ class StagingArena:
         _synchronize(spots)
         staged = StagedState(copy.deepcopy(dict(state_dict), memo))
         self._in_use = weakref.ref(staged)
-        self._saver = None
+        self._saver, self._stager = None, threading.current_thread()
         return staged
 
     def close(self) -> None:
@@ -104,8 +105,8 @@ class StagingArena:
                     f"the save before this one did not end within {self._wait_s:g} s",
                     "local",
                     None,
-                    "Save less often, or wait for the future of dcp.async_save first; a failed future"
-                    " that is kept holds its staged state.",
+                    "Save less often, or wait for the future of dcp.async_save first; a failed"
+                    " future that is kept holds its staged state.",
                 )
             time.sleep(_LOOK_S)
         self.stalled_s += time.monotonic() - begun
@@ -124,7 +125,7 @@ class StagingArena:
     def _reserve(self, length: int) -> torch.Tensor:
         if self._buffer is None or self._buffer.numel() < length:
             self._buffer = None
-            self._buffer = _new_buffer(int(length * _GROWTH))
+            self._buffer = _new_buffer(length)
         return self._buffer
 
 
@@ -132,7 +133,7 @@ def _new_buffer(length: int) -> torch.Tensor:
     """Return page-aligned bytes, shared so that DCP's saver process needs no copy, and touched."""
     length = max(length, 1)
     length += -length % (1 << 20)
-    free = os.statvfs(_SHM).f_bavail * os.statvfs(_SHM).f_frsize if os.path.isdir(_SHM) else 0  # noqa: PTH112
+    free = os.statvfs(_SHM).f_bavail * os.statvfs(_SHM).f_frsize if os.path.isdir(_SHM) else 0
     if free < length + _SHM_SPARE_BYTES:
         _log.warning(
             "staging %d bytes in private memory: %s has %d free (containers default to 64 MiB; give"
@@ -145,13 +146,9 @@ def _new_buffer(length: int) -> torch.Tensor:
 
         buffer = torch.frombuffer(mmap.mmap(-1, length), dtype=torch.uint8)
     else:
-        buffer = torch.empty(0, dtype=torch.uint8)
         shared = torch.UntypedStorage._new_shared(length, device="cpu")  # noqa: SLF001
-        buffer = torch.empty(0, dtype=torch.uint8).set_(shared)  # type: ignore[call-overload]
-    buffer.zero_()
-    if torch.cuda.is_available():
-        torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
-    return buffer
+        buffer = torch.empty(0, dtype=torch.uint8).set_(shared)
+    return buffer.zero_()
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -232,16 +229,22 @@ def _staged(
         if local.numel()
         else torch.empty(local.size(), dtype=local.dtype)
     )
-    if isinstance(tensor, DTensor):
-        return DTensor.from_local(
-            copied,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.size(),
-            stride=tensor.stride(),
-        )
-    return copied
+    if not isinstance(tensor, DTensor):
+        return copied
+    mesh = tensor.device_mesh
+    on_mesh = mesh.device_type == copied.device.type
+    staged = DTensor.from_local(
+        # What is not on the mesh's device would be copied back to it, but for a meta tensor.
+        copied if on_mesh else copied.to("meta"),
+        mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.size(),
+        stride=tensor.stride(),
+    )
+    if not on_mesh:
+        staged._local_tensor = copied  # noqa: SLF001 - what DCP's own stager does as well
+    return staged
 
 
 def _synchronize(spots: Mapping[tuple[Any, ...], _Spot]) -> None:

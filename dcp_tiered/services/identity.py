@@ -57,12 +57,12 @@ def current() -> ProcessIdentity:
 
 def is_running(text: str) -> bool:
     """Tell whether the process behind `ProcessIdentity.text` runs on this machine for certain."""
-    host, _, rest = text.rpartition("-")[0].rpartition("-")[0].rpartition("-")
-    pid, started = text.split("-")[-2:] if text.count("-") > 2 else ("", "")  # noqa: PLR2004
     here = current()
-    if (host, rest) != (here.host, here.boot[:8]) or not pid.isdecimal():
+    try:
+        host, boot, pid, started = text.rsplit("-", 3)
+        return (host, boot) == (here.host, here.boot[:8]) and _started(int(pid)) == started
+    except ValueError:
         return False
-    return _started(int(pid)) == started
 
 
 def from_json(fields: object) -> ProcessIdentity | None:

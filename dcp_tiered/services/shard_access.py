@@ -22,7 +22,7 @@ from dcp_tiered.format.footer import TRAILER_BYTES, decode_trailer
 from dcp_tiered.format.manifest import Head
 from dcp_tiered.format.records import Commit
 from dcp_tiered.format.shardfile import BLOCK_BYTES, END_MAGIC, Index, decode_index
-from dcp_tiered.interfaces import LocalTier, Tier
+from dcp_tiered.interfaces import PAGE_BYTES, LocalTier, Tier
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -59,13 +59,19 @@ class ShardAccess:
             index = self._indexes.get(shard)
         if index is None:
             ref = self._head.shards[shard]
-            index = self._from_nearest(shard, ref.footer_start, ref.length, self._decode)
+            buffer = memoryview(bytearray(ref.length - ref.footer_start))
+            index = self._from_nearest(shard, ref.footer_start, ref.length, self._decode, buffer)
             with self._lock:
                 self._indexes[shard] = index
         return index
 
     def read(
-        self, shard: int, start: int, end: int, wanted: list[tuple[int, int, int]]
+        self,
+        shard: int,
+        start: int,
+        end: int,
+        wanted: list[tuple[int, int, int]],
+        buffer: memoryview,
     ) -> memoryview:
         """Read bytes of a shard file and verify the blocks in them that are wanted.
 
@@ -74,6 +80,11 @@ class ShardAccess:
             start: First byte in the shard file.
             end: One past the last byte.
             wanted: Row, first block and end block of each item's part inside the range.
+            buffer: Memory for it; with two pages to spare and on a page border, a local file is
+                read around the page cache.
+
+        Returns:
+            The bytes, in `buffer`.
         """
         index = self.index(shard)
 
@@ -82,7 +93,7 @@ class ShardAccess:
                 _check_blocks(index, row, first, last, data, start)
             return data
 
-        return self._from_nearest(shard, start, end, verify)
+        return self._from_nearest(shard, start, end, verify, buffer)
 
     def _decode(self, shard: int, data: memoryview) -> Index:
         ref = self._head.shards[shard]
@@ -92,17 +103,24 @@ class ShardAccess:
         return decode_index(trailer, bytes(data[: trailer.stored_length]))
 
     def _from_nearest(
-        self, shard: int, start: int, end: int, use: Callable[[int, memoryview], T]
+        self,
+        shard: int,
+        start: int,
+        end: int,
+        use: Callable[[int, memoryview], T],
+        buffer: memoryview,
     ) -> T:
         """Read a range from the nearest copy that has it sound; raise what the last copy raised."""
         ref = self._head.shards[shard]
         with self._lock:
             failures = [self._bad[shard]] if shard in self._bad else []
         for tier, key, offset in self._copies(shard):
-            buffer = memoryview(bytearray(end - start))
+            first, last = start, end
+            if tier.name == "local":
+                first, last = _whole_pages(start, end, ref.length, len(buffer))
             try:
-                tier.read_into(key, offset + start, buffer)
-                result = use(shard, buffer)
+                tier.read_into(key, offset + first, buffer[: last - first])
+                result = use(shard, buffer[start - first : end - first])
             except TieredError as exc:
                 # A local disk that fails is one more reason to ask the durable tier; that tier's
                 # silence proves nothing about its copy and goes to the caller as it is (I8).
@@ -114,7 +132,7 @@ class ShardAccess:
                     self._distrust(shard, failure)
                 continue
             with self._lock:
-                self.bytes_read[tier.name] += end - start
+                self.bytes_read[tier.name] += last - first
             return result
         bad = [failure for failure in failures if not isinstance(failure, AbsentError)]
         if bad:
@@ -160,6 +178,13 @@ class ShardAccess:
                 "local copy is bad, reading the durable one: %s (remove the file to get rid of it)",
                 error,
             )
+
+
+def _whole_pages(start: int, end: int, length: int, room: int) -> tuple[int, int]:
+    """Widen a range to whole pages of its file, if there is room for them."""
+    first = start - start % PAGE_BYTES
+    last = min(end + -end % PAGE_BYTES, length)
+    return (first, last) if last - first <= room else (start, end)
 
 
 def _check_blocks(

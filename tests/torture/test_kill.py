@@ -35,10 +35,11 @@ class Torture:
 
     def __post_init__(self) -> None:
         self.eyes = storage_check.Eyes(self.run)
+        self._answers: Any = None  # dropped while the process starts, it would not start
 
     def start(self, note: str, steps: int = 10_000) -> None:
         arguments = {**self.run.arguments(), "limits": LIMITS}
-        self.process, _ = workers.start(trainer.train, arguments, self.journal, steps, note)
+        self.process, self._answers = workers.start(trainer.train, arguments, self.journal, steps, note)
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the journal; its last line may be cut off by the kill."""
