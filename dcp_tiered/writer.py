@@ -441,8 +441,10 @@ class TieredWriter(StorageWriter, AsyncStager):
             catalog = Catalog(None, tier)
             try:
                 state = catalog.state(checkpoint_id)
-                last = newest(catalog.states()) if first else None
                 commit = state if isinstance(state, Commit) else None
+                answer.append((commit, 0))
+                # A run of many checkpoints may take longer than we have: that hides no conflict.
+                last = newest(catalog.states()) if first else None
                 answer.append((commit, last.sequence if last else 0))
             except Exception as exc:  # noqa: BLE001 - whatever it is, the save goes on
                 failure.append(exc)
@@ -453,7 +455,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         thread.start()
         thread.join(limits.store_check_s)
         if answer:
-            return answer[0]
+            return answer[-1]
         reason = failure[0] if failure else f"no answer within {limits.store_check_s:g} s"
         _log.warning(
             "saving %s without knowing whether it is on the durable tier already: %s",

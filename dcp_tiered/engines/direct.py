@@ -155,18 +155,15 @@ class DirectImage:
         return bool(address % self._memory_alignment == 0)
 
     def _copy_summed(self, start: int, data: memoryview) -> list[int]:
-        """Copy block by block and sum each one where it was copied to, while it is in the cache."""
-        crcs = []
-        for at in range(0, len(data), _BLOCK_BYTES):
-            crc = 0
-            for piece in self._copy(start + at, data[at : at + _BLOCK_BYTES]):
-                crc = crc32c(piece, crc)
-            crcs.append(crc)
-        return crcs
+        """Copy block by block; return the checksum of each."""
+        return [
+            self._copy(start + at, data[at : at + _BLOCK_BYTES])
+            for at in range(0, len(data), _BLOCK_BYTES)
+        ]
 
-    def _copy(self, start: int, data: memoryview) -> list[memoryview]:
-        """Copy into buffers; return where the bytes lie, until the next call."""
-        pieces = []
+    def _copy(self, start: int, data: memoryview) -> int:
+        """Copy into buffers and sum where it was copied to, while it is in the cache."""
+        crc = 0
         self._fill_gap(start)
         while data:
             buffer, at = self._room()
@@ -179,10 +176,10 @@ class DirectImage:
                 np.copyto(
                     np.frombuffer(target, dtype="u1"), np.frombuffer(data[:count], dtype="u1")
                 )
-            pieces.append(target)
+            crc = crc32c(target, crc)
             data = data[count:]
             self._end += count
-        return pieces
+        return crc
 
     def _fill_gap(self, start: int) -> None:
         """Fill with zeros up to `start`; a large hole is left to the file system."""
@@ -216,7 +213,11 @@ class DirectImage:
         padded = used + -used % PAGE_BYTES
         buffer[used:padded] = bytes(padded - used)
         self._end = self._buffer_start + padded
-        future = self._submit(buffer[:padded], self._buffer_start)
+        try:
+            future = self._submit(buffer[:padded], self._buffer_start)
+        except BaseException:
+            self._arena.give_back(buffer)
+            raise
         future.add_done_callback(lambda _: self._arena.give_back(buffer))
 
     def _submit(self, data: memoryview, start: int) -> Future[None]:

@@ -8,6 +8,7 @@ deep-copied.
 import copy
 import gc
 import logging
+import mmap
 import os
 import threading
 import time
@@ -142,12 +143,10 @@ def _new_buffer(length: int) -> torch.Tensor:
             _SHM,
             free,
         )
-        import mmap
-
         buffer = torch.frombuffer(mmap.mmap(-1, length), dtype=torch.uint8)
     else:
-        shared = torch.UntypedStorage._new_shared(length, device="cpu")  # noqa: SLF001
-        buffer = torch.empty(0, dtype=torch.uint8).set_(shared)
+        # What is not touched before it is shared takes no memory twice.
+        buffer = torch.empty(length, dtype=torch.uint8).share_memory_()
     return buffer.zero_()
 
 
@@ -231,19 +230,10 @@ def _staged(
     )
     if not isinstance(tensor, DTensor):
         return copied
-    mesh = tensor.device_mesh
-    on_mesh = mesh.device_type == copied.device.type
-    staged = DTensor.from_local(
-        # What is not on the mesh's device would be copied back to it, but for a meta tensor.
-        copied if on_mesh else copied.to("meta"),
-        mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.size(),
-        stride=tensor.stride(),
-    )
-    if not on_mesh:
-        staged._local_tensor = copied  # noqa: SLF001 - what DCP's own stager does as well
+    # A DTensor takes the storage offset of the tensor that it is made from, and then torch pickles
+    # its empty storage instead of its parts and crashes. So it is made from one without an offset.
+    staged = DTensor(torch.empty_like(copied), tensor._spec, requires_grad=False)  # noqa: SLF001
+    staged._local_tensor = copied  # noqa: SLF001
     return staged
 
 

@@ -268,6 +268,7 @@ def _read_around_cache(fd: int, start: int, buffer: memoryview) -> int:
     if length < _DIRECT_BYTES_MIN or start % PAGE_BYTES or address(buffer) % PAGE_BYTES:
         return 0
     try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # looking must not read ahead
         os.preadv(fd, [bytearray(1)], start, os.RWF_NOWAIT)
     except OSError as exc:
         if exc.errno != errno.EAGAIN:

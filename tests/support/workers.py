@@ -1,13 +1,16 @@
 """Real processes that start in milliseconds: forked by a server that has imported torch already."""
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+_PR_SET_PDEATHSIG = 1
 PRELOAD = ["tests.torture.trainer"]
 
 
@@ -55,6 +58,8 @@ def await_that(what: str, condition: Callable[[], Any], timeout_s: float = 60.0)
 
 
 def _run(answers: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    # A test run that is killed must not leave trainers behind that save for ever.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.setsid()
     try:
         answers.put((True, work(*args)))
