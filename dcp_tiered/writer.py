@@ -223,7 +223,6 @@ class TieredWriter(StorageWriter, AsyncStager):
                 None,
                 "Pass one, as in dcp.save(state, checkpoint_id='step-1', storage_writer=writer).",
             )
-        self._staging.saving_in(threading.current_thread())
         rank, world_size = _rank_and_world()
         state.save = _Save(
             checkpoint_id=layout.check_checkpoint_id(requested),

@@ -62,7 +62,7 @@ class Run:
         return {"url": self.url, "limits": self.limits, **self.options}
 
     def keys(self) -> dict[str, int]:
-        """Return key and length of every durable object below the run root, read without our code."""
+        """Return key and length of every durable object, read without our code."""
         if self.server is None:
             root = Path(self.url.removeprefix("tiered::file://"))
             files = [path for path in root.rglob("*") if path.is_file()]

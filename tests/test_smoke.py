@@ -1,11 +1,15 @@
 """The main promise in its shortest form, on both kinds of durable tier."""
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tiered import TieredReader, TieredWriter
-from tests.conftest import Run
+
+if TYPE_CHECKING:
+    from tests.conftest import Run
 
 
 @pytest.mark.parametrize("kind", ["s3_run", "posix_run"])

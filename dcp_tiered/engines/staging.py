@@ -10,11 +10,13 @@ import gc
 import logging
 import mmap
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import CellType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -27,6 +29,10 @@ _log = logging.getLogger(__name__)
 _SHM = "/dev/shm"  # noqa: S108 - a mount point, not a temporary file
 _SHM_SPARE_BYTES = 64 << 20
 _LOOK_S = 0.01
+_PASSED_ON = (dict, tuple, list, CellType, FunctionType)
+"""Arguments and closures: what they belong to decides."""
+_ASK_S = 1.0
+"""After this long, and ever more rarely, ask whether the save still runs at all."""
 
 
 class StagedState(dict[str, Any]):
@@ -55,8 +61,6 @@ class StagingArena:
         self._wait_s = wait_s
         self._buffer: torch.Tensor | None = None
         self._in_use: weakref.ref[StagedState] | None = None
-        self._saver: threading.Thread | None = None
-        self._stager: threading.Thread | None = None
         self.stalled_s = 0.0
         """Seconds that training has waited for an earlier save, all together."""
 
@@ -64,11 +68,6 @@ class StagingArena:
     def bytes_held(self) -> int:
         """Size of the buffer."""
         return 0 if self._buffer is None else self._buffer.numel()
-
-    def saving_in(self, thread: threading.Thread) -> None:
-        """Note that a thread saves: if it is not the one that stages, its end is the save's end."""
-        if thread is not self._stager:
-            self._saver = thread
 
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Make and touch the buffer that `state_dict` will need, ahead of the first save."""
@@ -91,7 +90,6 @@ class StagingArena:
         _synchronize(spots)
         staged = StagedState(copy.deepcopy(dict(state_dict), memo))
         self._in_use = weakref.ref(staged)
-        self._saver, self._stager = None, threading.current_thread()
         return staged
 
     def close(self) -> None:
@@ -100,34 +98,61 @@ class StagingArena:
 
     def _wait_until_free(self) -> None:
         begun = time.monotonic()
-        while self._is_in_use():
-            if time.monotonic() - begun > self._wait_s:
+        ask_at = begun + _ASK_S
+        while self._in_use is not None and self._in_use() is not None:
+            now = time.monotonic()
+            if now > ask_at:
+                if _is_abandoned(self._in_use):
+                    # Whoever keeps the failed future may keep the memory, too.
+                    self._buffer = None
+                    break
+                ask_at = now + 2 * (now - begun)
+            if now - begun > self._wait_s:
                 raise BackpressureError(
                     f"the save before this one did not end within {self._wait_s:g} s",
                     "local",
                     None,
-                    "Save less often, or wait for the future of dcp.async_save first; a failed"
-                    " future that is kept holds its staged state.",
+                    "Save less often, or wait for the future of dcp.async_save first.",
                 )
             time.sleep(_LOOK_S)
         self.stalled_s += time.monotonic() - begun
-
-    def _is_in_use(self) -> bool:
-        if self._in_use is None or self._in_use() is None:
-            return False
-        if self._saver is not None and not self._saver.is_alive():
-            # The save has ended and its traceback still holds the state: leave the buffer to it.
-            gc.collect()
-            if self._in_use() is not None:
-                self._buffer = None
-            return False
-        return True
 
     def _reserve(self, length: int) -> torch.Tensor:
         if self._buffer is None or self._buffer.numel() < length:
             self._buffer = None
             self._buffer = _new_buffer(length)
         return self._buffer
+
+
+def _is_abandoned(in_use: weakref.ref[StagedState]) -> bool:
+    """Tell whether a state is only held by the traceback of a save that has failed.
+
+    DCP tells a stager nothing about the end of a save. A failed future keeps its traceback, that
+    the frames of the save, and those the staged state: memory that nobody is going to read.
+    """
+    running = set()
+    for thread, frame in sys._current_frames().items():  # noqa: SLF001 - documented, for this
+        here: FrameType | None = frame
+        while here is not None and thread != threading.get_ident():
+            running.add(id(here))
+            here = here.f_back
+    gc.collect()
+    level: list[Any] = [in_use()]
+    if level[0] is None:
+        return True
+    seen = {id(level), id(level[0]), id(sys._getframe())}  # noqa: SLF001
+    while level:
+        holders = [one for one in gc.get_referrers(*level) if id(one) not in seen]
+        seen.update(map(id, holders))
+        level = []
+        seen.add(id(level))
+        for holder in holders:
+            if isinstance(holder, _PASSED_ON):
+                level.append(holder)
+            elif not isinstance(holder, FrameType) or id(holder) in running:
+                return False
+        del holders
+    return True
 
 
 def _new_buffer(length: int) -> torch.Tensor:

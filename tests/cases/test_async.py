@@ -171,14 +171,12 @@ def test_o033_training_goes_on_with_collectives_of_its_own(tmp_path: Path) -> No
     assert share_ranks(2, save_beside_collectives, str(tmp_path)) == [(True, None)] * 2
 
 
-@pytest.mark.parametrize("same_writer", [True, False])
-def test_o034_saves_that_overlap_are_never_mixed(url: str, same_writer: bool) -> None:
-    """Without a process group nothing keeps two saves apart: each is written under its own id."""
-    first = TieredWriter(url)
-    second = first if same_writer else TieredWriter(url)
+def test_o034_saves_of_two_writers_are_never_mixed(url: str) -> None:
+    """Without a process group nothing keeps them apart: each is written under its own id."""
+    writers = TieredWriter(url), TieredWriter(url)
     planners = Held(), Held()
     futures = []
-    for number, (writer, planner) in enumerate(zip((first, second), planners, strict=True)):
+    for number, (writer, planner) in enumerate(zip(writers, planners, strict=True)):
         state = {f"w{number}": torch.full((100,), float(number))}
         futures.append(
             dcp.async_save(

@@ -185,7 +185,7 @@ def test_direct_writing_leaves_nothing_in_the_page_cache(tmp_path: Path) -> None
         except BlockingIOError:
             continue
     os.close(fd)
-    assert cached <= 1, 'but for the page of the probe itself'
+    assert cached <= 1, "but for the page of the probe itself"
 
 
 def test_an_engine_asked_for_by_name_has_to_work(tmp_path: Path, monkeypatch, caplog) -> None:
