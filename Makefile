@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint format demo torture clean
+.PHONY: help install test lint format demo torture bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,6 +43,9 @@ demo: $(STAMP) ## save, flush and resume on this machine
 
 torture: $(STAMP) ## the long tests that kill processes and inject faults
 	$(BIN)/python -m pytest -m torture $(ARGS)
+
+bench: $(STAMP) ## measure against raw device, memory and stock DCP; minutes, on a quiet machine
+	$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## remove .venv, the caches and what the demo left
 	rm -rf $(VENV) build dist .demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
