@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import CellType, FrameType, FunctionType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 _SHM = "/dev/shm"  # noqa: S108 - a mount point, not a temporary file
 _SHM_SPARE_BYTES = 64 << 20
 _LOOK_S = 0.01
-_PASSED_ON = (dict, tuple, list, CellType, FunctionType)
-"""Arguments and closures: what they belong to decides."""
+_HOLDERS_MAX = 10_000
+"""Objects to look through for whoever holds a state, before it is taken to be in use."""
 _ASK_S = 1.0
 """After this long, and ever more rarely, ask whether the save still runs at all."""
 
@@ -141,18 +141,15 @@ def _is_abandoned(in_use: weakref.ref[StagedState]) -> bool:
     if level[0] is None:
         return True
     seen = {id(level), id(level[0]), id(sys._getframe())}  # noqa: SLF001
-    while level:
+    while level and len(seen) < _HOLDERS_MAX:
         holders = [one for one in gc.get_referrers(*level) if id(one) not in seen]
         seen.update(map(id, holders))
-        level = []
+        level = [one for one in holders if not isinstance(one, FrameType)]
         seen.add(id(level))
-        for holder in holders:
-            if isinstance(holder, _PASSED_ON):
-                level.append(holder)
-            elif not isinstance(holder, FrameType) or id(holder) in running:
-                return False
+        if any(isinstance(one, ModuleType) or id(one) in running for one in holders):
+            return False
         del holders
-    return True
+    return not level
 
 
 def _new_buffer(length: int) -> torch.Tensor:
