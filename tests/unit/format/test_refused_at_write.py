@@ -118,7 +118,11 @@ def test_a_pack_of_the_same_shard_file_twice_is_not_written() -> None:
         plan_pack("step-1", "0" * 12, [row, row], "0.1")
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, b"x", 1j, np.float32(1), type], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, b"x", 1j, np.float32(1), type],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_is_not_plain_data_is_refused_by_type(value: object) -> None:
     with pytest.raises(InvalidError, match=f"holds a {type(value).__name__}"):
         to_tagged({"deep": [(value,)]}, "metadata")
