@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_tiered.errors import BackpressureError
+from dcp_tiered.errors import BackpressureError, InvalidError
 from dcp_tiered.format.shardfile import place
 
 _log = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class StagingArena:
 
         Raises:
             BackpressureError: The save before it did not end within `wait_s`.
+            InvalidError: Something in it is no tensor and cannot be copied.
         """
         self._wait_until_free()
         spots, length = _plan(state_dict)
@@ -88,7 +89,16 @@ class StagingArena:
         for tensor in _tensors(state_dict):
             memo[id(tensor)] = _staged(tensor, spots, buffer)
         _synchronize(spots)
-        staged = StagedState(copy.deepcopy(dict(state_dict), memo))
+        try:
+            staged = StagedState(copy.deepcopy(dict(state_dict), memo))
+        except (TypeError, RuntimeError) as exc:
+            raise InvalidError(
+                f"the state holds something that cannot be copied: {exc}",
+                None,
+                None,
+                "Take it out of the state, or pass a stager that knows it as"
+                " dcp.async_save(async_stager=...).",
+            ) from exc
         self._in_use = weakref.ref(staged)
         return staged
 

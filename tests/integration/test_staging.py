@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dcp_tiered import BackpressureError, Limits, TieredReader, TieredWriter, cause
+from dcp_tiered import BackpressureError, InvalidError, Limits, TieredReader, TieredWriter, cause
 from dcp_tiered.engines.staging import StagingArena
 from tests.support.ranks import run_ranks
 
@@ -151,6 +151,13 @@ def test_a_failed_save_does_not_hold_the_next_one_up(local: Path) -> None:
     assert cause(caught.value) is not None
     dcp.async_save({"w": torch.ones(9)}, checkpoint_id="good", storage_writer=writer).result()
     assert torch.equal(load(local, "good", {"w": torch.zeros(9)})["w"], torch.ones(9))
+
+
+def test_what_cannot_be_copied_is_refused_with_a_way_out(local: Path) -> None:
+    writer = TieredWriter(f"tiered://{local}")
+    with pytest.raises(InvalidError, match="cannot be copied") as caught:
+        dcp.async_save({"a": threading.Lock()}, checkpoint_id="a", storage_writer=writer)
+    assert "async_stager" in str(caught.value.hint)
 
 
 def test_a_stager_of_the_users_is_used_instead(local: Path) -> None:
