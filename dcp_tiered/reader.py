@@ -48,7 +48,7 @@ from dcp_tiered.services.shard_access import ShardAccess
 _log = logging.getLogger(__name__)
 
 _THREADS = 4
-_READ_BYTES_MAX = 16 << 20
+_READ_BYTES_MAX = 8 << 20
 _BUFFER_BYTES = _READ_BYTES_MAX + (1 << 20)
 """Room for the page at either end that a read around the page cache takes along."""
 _GAP_BYTES_MAX = 128 << 10
@@ -132,7 +132,7 @@ class TieredReader(StorageReader):
         self._load: _Load | None = None
         self._stack = stack.build(self._settings)
         count = self._settings.limits.inflight_bytes_max // _BUFFER_BYTES
-        self._arena = Arena(_BUFFER_BYTES, max(1, count))
+        self._arena = Arena(_BUFFER_BYTES, min(max(1, count), _THREADS + 2))
         if self._settings.local is None:
             _log.info("no local tier is configured, reading from %s only", self._settings.url.root)
 

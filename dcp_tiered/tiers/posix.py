@@ -5,8 +5,10 @@ any POSIX file system, and no reader ever sees a part of one. Rename would repla
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import secrets
 import stat
@@ -26,6 +28,7 @@ from dcp_tiered.interfaces import PAGE_BYTES, ObjectInfo, Source, address
 
 _COPY_BYTES = 8 << 20
 _DIRECT_BYTES_MIN = 1 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
 _TEMPORARY = ".tmp-"
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 _FLAGS = os.O_RDWR | os.O_CLOEXEC
@@ -267,13 +270,7 @@ def _read_around_cache(fd: int, start: int, buffer: memoryview) -> int:
     length = len(buffer) - len(buffer) % PAGE_BYTES
     if length < _DIRECT_BYTES_MIN or start % PAGE_BYTES or address(buffer) % PAGE_BYTES:
         return 0
-    try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # looking must not read ahead
-        os.preadv(fd, [bytearray(1)], start, os.RWF_NOWAIT)
-    except OSError as exc:
-        if exc.errno != errno.EAGAIN:
-            return 0
-    else:
+    if _is_cached(fd, start, length):
         return 0
     try:
         direct = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -291,6 +288,20 @@ def _read_around_cache(fd: int, start: int, buffer: memoryview) -> int:
     finally:
         os.close(direct)
     return done
+
+
+def _is_cached(fd: int, start: int, length: int) -> bool:
+    """Tell whether most of a range is in the page cache, without a read that would put it there."""
+    try:
+        view = mmap.mmap(fd, length, access=mmap.ACCESS_COPY, offset=start)
+    except (OSError, ValueError):
+        return True
+    with view:
+        resident = (ctypes.c_ubyte * (length // PAGE_BYTES))()
+        where = ctypes.c_void_p(address(memoryview(view)))
+        if _libc.mincore(where, ctypes.c_size_t(length), resident):
+            return True
+        return 2 * sum(bytes(resident)) > len(resident)
 
 
 def _write_all(fd: int, data: bytes) -> None:
