@@ -113,7 +113,7 @@ def test_a_flush_completes_when_the_store_is_back(tmp_path: Path, local: Path) -
         server.stop()
         runs.save(run.arguments(), "a", 1)
         runs.save(run.arguments(), "b", 2)
-        error = runs.error_of(runs.wait, run.arguments(), "b", 4)
+        error = runs.error_of(runs.wait, run.arguments(), "b", 15)
         assert isinstance(error, UnavailableError)
         assert server.endpoint in f"{error}"
         server.start()
