@@ -91,12 +91,6 @@ def manifest_name(attempt: str) -> str:
     return _checked(_MANIFEST, f"manifest-{attempt}.json")
 
 
-def manifest_attempt(name: str) -> str | None:
-    """Return the attempt in a manifest's name, None when it is not such a name."""
-    match = _MANIFEST.fullmatch(name)
-    return match.group(1) if match else None
-
-
 def published_name(number: int) -> str:
     """Return the name under which a manifest is published on the local tier."""
     return _checked(_PUBLISHED, f"published-{number}.json")

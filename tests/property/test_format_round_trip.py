@@ -167,7 +167,6 @@ def test_names_are_taken_apart_as_they_were_made(
     rank: int, token: str, node: str, number: int
 ) -> None:
     assert layout.shard_rank(layout.shard_name(rank, token)) == rank
-    assert layout.manifest_attempt(layout.manifest_name(token)) == token
     assert layout.published_number(layout.published_name(number)) == number
     assert layout.record_number(layout.record_name(number)) == number
     assert layout.pack_node(layout.pack_name(node, token)) == node

@@ -72,7 +72,6 @@ def test_what_only_looks_like_a_name_is_none(name: str) -> None:
     assert layout.published_number(name.replace("record", "published")) is None
     assert layout.shard_rank(name) is None
     assert layout.pack_node(name) is None
-    assert layout.manifest_attempt(name) is None
 
 
 def test_pack_token_is_fixed_by_the_format() -> None:

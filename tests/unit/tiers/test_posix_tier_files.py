@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import subprocess
 import sys
@@ -412,3 +413,41 @@ def test_a_file_system_without_locks_can_be_written(
         assert len(temporaries(tier.root)) == 1
         staged.seal()
     assert tier.head("step-1/a").length == 0
+
+
+def cached_pages(path: Path) -> int:
+    """Count pages of a file in the page cache, by reads that may not wait and do not read ahead."""
+    fd, cached = os.open(path, os.O_RDONLY), 0
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    for at in range(0, os.fstat(fd).st_size, mmap.PAGESIZE):
+        try:
+            cached += os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT)
+        except BlockingIOError:
+            continue
+    os.close(fd)
+    return cached
+
+
+def test_a_cold_range_in_aligned_memory_is_read_around_the_page_cache(tier: PosixTier) -> None:
+    """The answer is right either way; the second, unaligned read shows that the count can rise."""
+    data = pattern(4 << 20)
+    path = tier.path("big")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+    fd = os.open(path, os.O_RDWR)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("no O_DIRECT here")
+    finally:
+        os.close(fd)
+    aligned = memoryview(mmap.mmap(-1, 3 << 20))
+    tier.read_into("big", mmap.PAGESIZE, aligned)
+    assert aligned == data[mmap.PAGESIZE : mmap.PAGESIZE + len(aligned)]
+    assert cached_pages(path) <= 8
+    unaligned = memoryview(bytearray((3 << 20) + 1))[1:]
+    tier.read_into("big", mmap.PAGESIZE, unaligned)
+    assert unaligned == aligned
+    assert cached_pages(path) >= len(aligned) // mmap.PAGESIZE
