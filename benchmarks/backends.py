@@ -71,6 +71,10 @@ class Backend(Protocol):
         """Return the files of the last checkpoint on the local disk."""
         ...
 
+    def buffer_bytes(self) -> int:
+        """Return the memory of buffers that are kept for the next save, without a staged state."""
+        ...
+
     def remove(self) -> None:
         """Remove the last checkpoint, which needs to be finished."""
         ...
@@ -144,6 +148,9 @@ class Ours:
 
     def files(self) -> list[Path]:
         return [path for path in self._local.glob(f"*/{self._id}/*") if path.is_file()]
+
+    def buffer_bytes(self) -> int:
+        return int(self._writer.metrics()['dcp_tiered_arena_bytes{use="write"}'])
 
     def is_durable(self) -> bool:
         """Tell whether the last checkpoint is committed; cheap, and nobody has to help."""
@@ -225,6 +232,9 @@ class Stock:
         planner: LoadPlanner | None = None,
     ) -> None:
         dcp.load(state, storage_reader=reader or self.reader(), planner=planner)
+
+    def buffer_bytes(self) -> int:
+        return 0
 
     def files(self) -> list[Path]:
         return [path for path in self._path.iterdir() if path.is_file()]

@@ -23,7 +23,7 @@ _CREDENTIALS = re.compile(r"://[^/]*@|[^/]:[^/]*@")
 _SECRET_QUERY = ("?", "#")
 _EXAMPLE = "such as 'tiered::s3://bucket/run42'"
 
-ENGINES = ("auto", "direct", "buffered")
+ENGINES = ("auto", "direct", "buffered", "gds", "kvikio")
 FILE_PROTOCOLS = ("file", "local")
 S3_PROTOCOLS = ("s3", "s3a")
 _PUBLIC_OPTIONS = ("anon", "endpoint_url", "profile", "use_ssl")
@@ -86,7 +86,7 @@ class Settings:
     options: Mapping[str, Any] = field(repr=False)
     """Options of the durable tier's protocol, secrets included."""
     engine: str = "auto"
-    """What writes to the local tier: `auto`, `direct` or `buffered`."""
+    """What writes to the local tier, one of `ENGINES`."""
     limits: Limits = field(default_factory=Limits)
 
     def public_options(self) -> dict[str, Any]:

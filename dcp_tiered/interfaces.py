@@ -3,20 +3,11 @@
 Every method may be called from several threads at once. Errors are those of `errors.py`.
 """
 
-import ctypes
-import mmap
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-
-PAGE_BYTES = mmap.PAGESIZE
-
-
-def address(buffer: memoryview) -> int:
-    """Return where a writable buffer lies in memory: direct I/O wants whole pages."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +33,10 @@ class Source(Protocol):
         """Return exactly `length` bytes from `start`, or raise."""
         ...
 
+    def checksum(self, length: int, start: int) -> int:
+        """Return the CRC32C of a range; what is known of it already is not read again."""
+        ...
+
 
 class Tier(Protocol):
     """A flat store of immutable objects named by keys that are relative to the run root.
@@ -62,11 +57,14 @@ class Tier(Protocol):
         """
         ...
 
-    def upload(self, key: str, source: Source) -> None:
+    def upload(self, key: str, source: Source) -> ObjectInfo | None:
         """Create a large object: when this returns it survives a crash and is visible whole.
 
         A key is only ever uploaded with the same bytes, so an object that is there already and has
         the right length and checksum is a success.
+
+        Returns:
+            What the store says of the object, as `head` would; None where nothing was said.
 
         Raises:
             CorruptError: The bytes of the source do not have the checksum they should have, and
@@ -89,6 +87,14 @@ class Tier(Protocol):
         Raises:
             AbsentError: It is definitely not there.
             CorruptError: The object ends before the buffer is full.
+        """
+        ...
+
+    def read_alignment(self, key: str) -> int:
+        """Return which border memory has to lie on to be filled without one more copy; 1 is any.
+
+        Raises:
+            AbsentError: It is definitely not there.
         """
         ...
 
@@ -135,17 +141,27 @@ class LocalTier(Tier, Protocol):
         ...
 
 
+class DeviceBytes(Protocol):
+    """Bytes in the memory of an accelerator."""
+
+    nbytes: int
+
+    def copy_to(self, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `start` on; the copy is complete when this returns."""
+        ...
+
+
 class Image(Protocol):
     """A file that grows from front to back."""
 
-    def append(self, start: int, data: memoryview) -> list[int]:
+    def append(self, start: int, data: memoryview | DeviceBytes) -> list[int]:
         """Write `data` at `start`, at or behind all that was appended before.
 
         `data` has to stay as it is until `finish` returns.
 
         Args:
             start: Byte in the file; what lies between reads as zeros.
-            data: Flat bytes.
+            data: Flat bytes, in host memory or on an accelerator.
 
         Returns:
             CRC32C of each 256 KiB block of `data`.

@@ -9,6 +9,7 @@ import dataclasses
 import io
 import logging
 import os
+import time
 import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -27,32 +28,31 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_tiered import config, stack
+from dcp_tiered import config, metrics, stack
 from dcp_tiered.config import Limits
 from dcp_tiered.engines import tensors
 from dcp_tiered.engines.arena import Arena
 from dcp_tiered.errors import ConflictError, InvalidError, TieredError
 from dcp_tiered.format import layout
-from dcp_tiered.format.manifest import Entry, Manifest, decode_manifest
-from dcp_tiered.format.shardfile import BLOCK_BYTES, DTYPES, block_count, dtype_bytes
-from dcp_tiered.policy import ranges
-from dcp_tiered.policy.ranges import Extent
+from dcp_tiered.format.manifest import Entries, Entry, Manifest, decode_manifest
+from dcp_tiered.load_items import READ_BYTES_MAX, Chunks, Piece, Read, plan_reads
+from dcp_tiered.metrics import Sample
 from dcp_tiered.services import resolve
 from dcp_tiered.services.resolve import Choice, Offer
 from dcp_tiered.services.shard_access import ShardAccess
+from dcp_tiered.syscalls import memory_at
 
 _log = logging.getLogger(__name__)
 
-_THREADS = 4
-_READ_BYTES_MAX = 8 << 20
-_BUFFER_BYTES = _READ_BYTES_MAX + (1 << 20)
+_THREADS = 3
+_STRAIGHT_BYTES_MIN = 1 << 20
+"""A read of this size that fills its target alone goes there without a copy, if memory allows."""
+_BUFFER_BYTES = READ_BYTES_MAX + (64 << 10)
 """Room for the page at either end that a read around the page cache takes along."""
-_GAP_BYTES_MAX = 128 << 10
-"""Smaller than a block: no block is read that nobody asked for."""
 _UNSAFE_HINT = (
     "Allow its class with torch.serialization.add_safe_globals, or pass trust_bytes=True to"
     " TieredReader if you trust what is in the storage."
@@ -66,29 +66,7 @@ class _Load:
     choice: Choice
     manifest: Manifest
     access: ShardAccess
-    located: dict[tuple[str, tuple[int, ...] | None], tuple[int, int]]
-    """Shard file and row of every chunk, by key and offsets; None for opaque bytes."""
-
-
-@dataclass(kw_only=True)
-class _Target:
-    """A read item and how many of its parts are still missing."""
-
-    item: ReadItem
-    tensor: torch.Tensor | None = None
-    parts_left: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A part of a read item that is read at once."""
-
-    target: _Target
-    row: int
-    first_block: int
-    end_block: int
-    offsets: tuple[int, ...] = ()
-    lengths: tuple[int, ...] = ()
+    chunks: Chunks
 
 
 class TieredReader(StorageReader):
@@ -130,9 +108,11 @@ class TieredReader(StorageReader):
         self._trust_bytes = trust_bytes
         self._requested: object = None
         self._load: _Load | None = None
+        self._read_s = 0.0
+        self._read_bytes = {"local": 0, "durable": 0}
         self._stack = stack.build(self._settings)
         count = self._settings.limits.inflight_bytes_max // _BUFFER_BYTES
-        self._arena = Arena(_BUFFER_BYTES, min(max(1, count), _THREADS + 2))
+        self._arena = Arena(_BUFFER_BYTES, min(max(1, count), _THREADS + 1))
         if self._settings.local is None:
             _log.info("no local tier is configured, reading from %s only", self._settings.url.root)
 
@@ -208,13 +188,14 @@ class TieredReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read, verify and copy what the plan asks for."""
-        load = self._current()
-        for shard, extents in self._extents(load, plan, planner).items():
-            reads = ranges.coalesce(extents, _GAP_BYTES_MAX, _READ_BYTES_MAX)
-            for inside, start, data in self._read_all(load.access, shard, reads):
-                for extent in inside:
-                    part = data[extent.start - start : extent.end - start]
-                    self._deliver(load, shard, extent.what, part, planner)
+        load, begun = self._current(), time.monotonic()
+        reads = plan_reads(plan.items, load.chunks, load.access, planner)
+        for read, data in self._read_all(load, reads, planner):
+            for piece in read.pieces:
+                self._deliver(load, read, piece, data, planner)
+        self._read_s += time.monotonic() - begun
+        for tier, count in load.access.bytes_read.items():
+            self._read_bytes[tier] += count
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -223,6 +204,17 @@ class TieredReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Tell whether DCP may use this text as a checkpoint id with this reader."""
         return isinstance(checkpoint_id, str) and layout.is_checkpoint_id(checkpoint_id)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the metrics of this reader, see `dcp_tiered.metrics`."""
+        yield metrics.READ, {}, self._read_s
+        for tier, count in self._read_bytes.items():
+            yield metrics.READ_BYTES, {"tier": tier}, count
+        yield from self._arena.samples("read")
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of this reader, by name."""
+        return metrics.flat(self.samples())
 
     def close(self) -> None:
         """Give connections back."""
@@ -266,11 +258,7 @@ class TieredReader(StorageReader):
     def _open(self, choice: Choice) -> _Load:
         data = choice.manifest or resolve.local_manifest(self._stack.catalog, choice)
         manifest = decode_manifest(data)
-        located: dict[tuple[str, tuple[int, ...] | None], tuple[int, int]] = {}
-        for entry in manifest.entries:
-            for chunk in entry.chunks:
-                key = (entry.fqn, None if entry.dtype is None else chunk.offsets)
-                located[key] = (chunk.shard, chunk.row)
+        chunks = Chunks(Entries.of(manifest.entries))
         access = ShardAccess(manifest.head, choice.commit, self._stack.local, self._stack.durable)
         _log.info(
             "loading %s, step %s, attempt %s, %s",
@@ -279,114 +267,35 @@ class TieredReader(StorageReader):
             choice.attempt,
             "durable" if choice.commit else "on local tiers only",
         )
-        return _Load(choice=choice, manifest=manifest, access=access, located=located)
-
-    def _extents(
-        self, load: _Load, plan: LoadPlan, planner: LoadPlanner
-    ) -> dict[int, list[Extent[_Part]]]:
-        """Return the byte ranges to read, by shard file."""
-        items = [(item, *self._locate(load, item)) for item in plan.items]
-        shards = sorted({shard for _, shard, _ in items})
-        with ThreadPoolExecutor(_THREADS, "dcp-tiered-footer") as pool:
-            list(pool.map(load.access.index, shards))
-        extents: dict[int, list[Extent[_Part]]] = {shard: [] for shard in shards}
-        for item, shard, row in items:
-            target = _Target(item=item)
-            index = load.access.index(shard)
-            index.require(row, item.storage_index.fqn, _offsets(item))
-            start, length = int(index.start[row]), int(index.length[row])
-            for part in self._parts(load, target, shard, row):
-                target.parts_left += 1
-                begin = start + part.first_block * BLOCK_BYTES
-                end = start + min(length, part.end_block * BLOCK_BYTES)
-                extents[shard].append(Extent(begin, end, part))
-            if not target.parts_left:
-                planner.commit_tensor(item, _resolve(target, planner))
-        return extents
-
-    def _locate(self, load: _Load, item: ReadItem) -> tuple[int, int]:
-        stored = item.storage_index
-        opaque = item.type is LoadItemType.BYTE_IO
-        offsets = _offsets(item)
-        found = load.located.get((stored.fqn, offsets))
-        if found is None:
-            raise InvalidError(
-                f"the checkpoint has no {'object' if opaque else 'tensor chunk'} of that name"
-                + ("" if opaque else f" at {offsets}"),
-                None,
-                stored.fqn,
-                "Load it as the kind of value that was saved; 'dcp-tiered inspect' shows it.",
-            )
-        return found
-
-    def _parts(self, load: _Load, target: _Target, shard: int, row: int) -> Iterator[_Part]:
-        index, item = load.access.index(shard), target.item
-        if item.type is LoadItemType.BYTE_IO:
-            yield _Part(
-                target=target,
-                row=row,
-                first_block=0,
-                end_block=block_count(int(index.length[row])),
-            )
-            return
-        itemsize = dtype_bytes(int(index.dtype[row]))
-        sizes = index.box(row)[1]
-        _check_box(item, sizes)
-        for offsets, lengths in ranges.parts(
-            item.storage_offsets,
-            item.lengths,
-            sizes,
-            _READ_BYTES_MAX // itemsize,
-            (BLOCK_BYTES - 1) // itemsize,
-        ):
-            first, end = ranges.span(offsets, lengths, sizes)
-            yield _Part(
-                target=target,
-                row=row,
-                first_block=first * itemsize // BLOCK_BYTES,
-                end_block=block_count(end * itemsize),
-                offsets=offsets,
-                lengths=lengths,
-            )
+        return _Load(choice=choice, manifest=manifest, access=access, chunks=chunks)
 
     def _read_all(
-        self, access: ShardAccess, shard: int, reads: list[tuple[int, int, list[Extent[_Part]]]]
-    ) -> Iterator[tuple[list[Extent[_Part]], int, memoryview]]:
-        """Read in several threads, in order, into the arena's buffers and nothing else.
+        self, load: _Load, reads: list[Read], planner: LoadPlanner
+    ) -> Iterator[tuple[Read, memoryview]]:
+        """Read in several threads, in order: into targets, or into the arena's buffers.
 
         What is yielded stays as it is until the next one is asked for.
         """
+        waiting: deque[tuple[Read, memoryview, ThreadFuture[memoryview]]] = deque()
+        pool = ThreadPoolExecutor(_THREADS, "dcp-tiered-read")
 
-        def read(
-            start: int, end: int, inside: list[Extent[_Part]], buffer: memoryview
-        ) -> memoryview:
-            wanted = [(e.what.row, e.what.first_block, e.what.end_block) for e in inside]
-            return access.read(shard, start, end, wanted, buffer)
-
-        def deliver() -> tuple[list[Extent[_Part]], int, memoryview]:
-            inside, start, future, _ = waiting[0]
-            return inside, start, future.result()
+        def deliver() -> tuple[Read, memoryview]:
+            read, _, future = waiting[0]
+            return read, future.result()
 
         def release() -> None:
-            buffer = waiting.popleft()[3]
-            if len(buffer) == arena.buffer_bytes:
-                arena.give_back(buffer)
+            buffer = waiting.popleft()[1]
+            if len(buffer) == self._arena.buffer_bytes:
+                self._arena.give_back(buffer)
 
-        arena = self._arena
-        waiting: deque[tuple[list[Extent[_Part]], int, ThreadFuture[memoryview], memoryview]] = (
-            deque()
-        )
-        pool = ThreadPoolExecutor(_THREADS, "dcp-tiered-read")
         try:
-            for start, end, inside in reads:
-                if len(waiting) == arena.count:
+            for read in reads:
+                if len(waiting) == self._arena.count:
                     yield deliver()
                     release()
-                # A single object larger than a buffer gets memory of its own.
-                small = end - start <= arena.buffer_bytes
-                buffer = arena.take() if small else memoryview(bytearray(end - start))
-                future = pool.submit(read, start, end, inside, buffer)
-                waiting.append((inside, start, future, buffer))
+                buffer = self._prepare(load, read, planner)
+                args = read.shard, read.start, read.end, read.pieces, buffer
+                waiting.append((read, buffer, pool.submit(load.access.read, *args)))
             while waiting:
                 yield deliver()
                 release()
@@ -395,75 +304,52 @@ class TieredReader(StorageReader):
             while waiting:
                 release()
 
+    def _prepare(self, load: _Load, read: Read, planner: LoadPlanner) -> memoryview:
+        """Find the targets of a read; return the memory that it goes to."""
+        index = load.access.index(read.shard)
+        for piece in read.pieces:
+            if piece.target.item.type is not LoadItemType.BYTE_IO:
+                piece.find_place(index, planner)
+        length, first = read.end - read.start, read.pieces[0]
+        if len(read.pieces) == 1 and length >= _STRAIGHT_BYTES_MIN and first.is_whole_blocks:
+            where = first.address
+            if where is not None and where % load.access.alignment(read.shard) == 0:
+                first.address = None
+                return memory_at(where, length)
+        # A single object larger than a buffer gets memory of its own.
+        small = length <= self._arena.buffer_bytes
+        return self._arena.take() if small else memoryview(bytearray(length))
+
     def _deliver(
-        self, load: _Load, shard: int, part: _Part, data: memoryview, planner: LoadPlanner
+        self, load: _Load, read: Read, piece: Piece, data: memoryview, planner: LoadPlanner
     ) -> None:
-        """Copy verified bytes into their target, and commit it when it is whole."""
-        target, item = part.target, part.target.item
-        if item.type is LoadItemType.BYTE_IO:
-            stream = io.BytesIO(data)
+        """Put verified bytes into their target, if they are not there; commit it when whole."""
+        target = piece.target
+        if target.item.type is LoadItemType.BYTE_IO:
+            stream = io.BytesIO(data[piece.start - read.start : piece.end - read.start])
             if not self._trust_bytes:
-                tensors.check_loadable(item.storage_index.fqn, stream, _UNSAFE_HINT)
-            planner.load_bytes(item, stream)
+                tensors.check_loadable(target.item.storage_index.fqn, stream, _UNSAFE_HINT)
+            planner.load_bytes(target.item, stream)
             return
-        index = load.access.index(shard)
-        sizes = index.box(part.row)[1]
-        dtype = tensors.dtype_of(DTYPES[index.dtype[part.row]])
-        first = ranges.span(part.offsets, part.lengths, sizes)[0]
-        before = part.first_block * BLOCK_BYTES // dtype.itemsize
-        values = tensors.box_view(data, dtype, first - before, part.lengths, sizes)
-        whole = _resolve(target, planner)
-        place = whole
-        for dim, (offset, length) in enumerate(zip(part.offsets, part.lengths, strict=True)):
-            place = place.narrow(dim, offset - item.storage_offsets[dim], length)
-        place.copy_(values)
-        target.parts_left -= 1
-        if not target.parts_left:
-            planner.commit_tensor(item, whole)
+        if not piece.is_placed:
+            piece.copy(load.access.index(read.shard), data, read.start, planner)
+        target.pieces_left -= 1
+        if not target.pieces_left:
+            planner.commit_tensor(target.item, target.resolve(planner))
             target.tensor = None
 
 
-def _offsets(item: ReadItem) -> tuple[int, ...] | None:
-    """Return where the stored chunk lies in its tensor, None for opaque bytes."""
-    if item.type is LoadItemType.BYTE_IO:
-        return None
-    return tuple(item.storage_index.offset or ())
-
-
-def _resolve(target: _Target, planner: LoadPlanner) -> torch.Tensor:
-    """Return the tensor that a read item goes to, asked for once."""
-    if target.tensor is None:
-        target.tensor = planner.resolve_tensor(target.item).detach()
-        if target.tensor.size() != target.item.lengths:
-            raise InvalidError(
-                f"target has shape {tuple(target.tensor.size())} and"
-                f" {tuple(target.item.lengths)} is read",
-                None,
-                target.item.dest_index.fqn,
-                "Load into a state dict of the shapes that were saved.",
-            )
-    return target.tensor
-
-
-def _check_box(item: ReadItem, sizes: tuple[int, ...]) -> None:
-    boxes = zip(item.storage_offsets, item.lengths, sizes, strict=False)
-    if not len(item.storage_offsets) == len(item.lengths) == len(sizes) or any(
-        offset < 0 or length < 0 or offset + length > size for offset, length, size in boxes
-    ):
-        raise InvalidError(
-            f"the plan reads {tuple(item.lengths)} at {tuple(item.storage_offsets)} from a chunk of"
-            f" shape {sizes}",
-            None,
-            item.storage_index.fqn,
-        )
-
-
 def _metadata_of(manifest: Manifest) -> Metadata:
-    """Return DCP's description of a checkpoint."""
-    return Metadata(
-        state_dict_metadata={entry.fqn: _storage_metadata(entry) for entry in manifest.entries},
-        planner_data=manifest.planner_data,
-    )
+    """Return DCP's description of a checkpoint.
+
+    Keys of the same kind, shape and properties share one object, which DCP only reads: there may be
+    a million keys, and what is made for each is walked by the garbage collector again and again.
+    """
+    entries = Entries.of(manifest.entries)
+    numbers, sorts = entries.alike()
+    made = [_storage_metadata(entry) for entry in entries.chosen(numbers)]
+    described = dict(zip(entries.fqns, map(made.__getitem__, sorts), strict=True))
+    return Metadata(state_dict_metadata=described, planner_data=manifest.planner_data)
 
 
 def _storage_metadata(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:

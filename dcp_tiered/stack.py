@@ -18,9 +18,10 @@ from dcp_tiered.services.lock import FlusherLock
 from dcp_tiered.tiers.posix import PosixTier
 from dcp_tiered.tiers.s3 import S3Tier
 
-_BUFFER_BYTES = 8 << 20
-_BUFFERS = 4
-"""Two that are written while one is filled, and one to spare: 32 MiB whatever the state's size."""
+_BUFFER_BYTES = 2 << 20
+_BUFFERS = 12
+"""Three are written while one is filled, others wait in the cache of the processor: 24 MiB, however
+large the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +104,18 @@ def _keeper(settings: Settings, local: PosixTier) -> launcher.Keeper:
     )
 
 
-def engine(settings: Settings, directory: Path) -> Engine:
-    """Build what writes to the local tier, with buffers of its own.
+def write_arena() -> Arena:
+    """Return the buffers of a writer; none is made before it is used."""
+    return Arena(_BUFFER_BYTES, _BUFFERS)
+
+
+def engine(settings: Settings, directory: Path, arena: Arena) -> Engine:
+    """Build what writes to the local tier.
 
     Raises:
         InvalidError: The engine was asked for by name and does not work there.
     """
-    return choose(settings.engine, directory, Arena(_BUFFER_BYTES, _BUFFERS))
+    return choose(settings.engine, directory, arena)
 
 
 def durable_tier(settings: Settings, limits: Limits | None = None) -> Tier | None:

@@ -8,7 +8,6 @@ missing and publishes the manifest. No network is touched but for one bounded qu
 
 import copy
 import errno
-import io
 import logging
 import os
 import secrets
@@ -23,19 +22,20 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
     MetadataIndex,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+)
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_tiered import config, stack
+from dcp_tiered import config, metrics, save_items, stack
 from dcp_tiered.config import Limits
 from dcp_tiered.engines import shard_sink, tensors
-from dcp_tiered.engines.shard_sink import ShardSink
 from dcp_tiered.engines.staging import StagingArena
 from dcp_tiered.errors import (
     InvalidError,
@@ -55,8 +55,8 @@ from dcp_tiered.format.shardfile import (
     Index,
     decode_index,
 )
+from dcp_tiered.metrics import Sample
 from dcp_tiered.policy import completeness
-from dcp_tiered.policy.completeness import Planned
 from dcp_tiered.services import identity, progress
 from dcp_tiered.services.catalog import Catalog, newest, taken
 from dcp_tiered.services.progress import CheckpointStatus
@@ -68,10 +68,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _LEVELS = ("local", "durable")
-_UNSAFE_HINT = (
-    "Save plain data or tensors, allow its class with torch.serialization.add_safe_globals, or pass"
-    " trust_bytes=True to TieredWriter and TieredReader if you trust the storage."
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +155,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         self._launch = identity.current().text()
         self._last_sequence = 0
         self._thread = _ThreadState()
-        self._engine: Engine | None = None
-        self._staging = StagingArena(self._settings.limits.stage_wait_s)
+        self._make_buffers()
         self._stack = stack.build(self._settings)
         self._stack.need_local()
 
@@ -169,14 +164,21 @@ class TieredWriter(StorageWriter, AsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what belongs to one save or one process."""
-        mine = {"_thread": None, "_engine": None, "_staging": None, "_stack": None}
+        mine = dict.fromkeys(("_thread", "_engine", "_staging", "_arena", "_stack"))
         return {**self.__dict__, **mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._thread = _ThreadState()
-        self._staging = StagingArena(self._settings.limits.stage_wait_s)
+        self._make_buffers()
         self._stack = stack.build(self._settings)
+
+    def _make_buffers(self) -> None:
+        self._engine: Engine | None = None
+        self._staging = StagingArena(self._settings.limits.stage_wait_s)
+        self._arena = stack.write_arena()
+        self._written_s = 0.0
+        self._written_bytes = 0
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -271,7 +273,10 @@ class TieredWriter(StorageWriter, AsyncStager):
         save = self._current()
         results = []
         if plan.items:
+            begun = time.monotonic()
             shard = self._write_shard(save, plan, planner)
+            self._written_s += time.monotonic() - begun
+            self._written_bytes += shard.length
             results.append(
                 WriteResult(
                     index=MetadataIndex(shard.name), size_in_bytes=shard.length, storage_data=shard
@@ -309,7 +314,9 @@ class TieredWriter(StorageWriter, AsyncStager):
                 for shard in shards
             ),
         )
-        entries = completeness.match(_planned(metadata), [_index_of(shard) for shard in shards])
+        entries = completeness.match(
+            save_items.planned(metadata), [_index_of(shard) for shard in shards]
+        )
         published = self._stack.catalog.publish(
             Manifest(head=head, entries=entries, planner_data=metadata.planner_data)
         )
@@ -335,10 +342,18 @@ class TieredWriter(StorageWriter, AsyncStager):
         """Make the staging buffer that a state will need, so that the first save does not."""
         self._staging.prewarm(state_dict)
 
-    @property
-    def stalled_s(self) -> float:
-        """Seconds that `dcp.async_save` has waited for earlier saves of this writer so far."""
-        return self._staging.stalled_s
+    def samples(self) -> Iterator[Sample]:
+        """Yield the metrics of this writer in this process, see `dcp_tiered.metrics`."""
+        yield metrics.STALL, {}, self._staging.stalled_s
+        yield metrics.STAGE, {}, self._staging.staged_s
+        yield metrics.STAGE_BYTES, {}, self._staging.bytes_held
+        yield metrics.WRITE, {}, self._written_s
+        yield metrics.WRITE_BYTES, {}, self._written_bytes
+        yield from self._arena.samples("write")
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of this writer in this process, by name."""
+        return metrics.flat(self.samples())
 
     def wait(self, level: str, checkpoint_id: str, *, timeout_s: float = 600.0) -> None:
         """Block until a checkpoint is `local` (on this node's tier) or `durable` (committed).
@@ -381,7 +396,7 @@ class TieredWriter(StorageWriter, AsyncStager):
     def close(self) -> None:
         """Give connections and buffers back. The flusher goes on by itself."""
         self._staging.close()
-        self._engine = None
+        self._make_buffers()
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -476,13 +491,15 @@ class TieredWriter(StorageWriter, AsyncStager):
             written_by=__version__,
         )
         local = self._stack.need_local()
-        items = sorted(plan.items, key=_write_order)
-        estimate = PAGE_BYTES + sum(map(_item_bytes, items))
-        engine = self._engine = self._engine or stack.engine(self._settings, local.base)
+        items = save_items.in_order(plan.items)
+        estimate = PAGE_BYTES + sum(length for _, length in items if length is not None)
+        engine = self._engine = self._engine or stack.engine(
+            self._settings, local.base, self._arena
+        )
         with local.create(layout.key(save.checkpoint_id, name)) as staged:
             with shard_sink.writing(staged, engine, header, estimate) as sink:
-                for item in items:
-                    self._write_item(sink, item, planner)
+                for item, length in items:
+                    save_items.write(sink, item, length, planner, trust_bytes=self._trust_bytes)
                 footer_start, tail = sink.finish()
             staged.seal()
         return ShardResult(
@@ -492,37 +509,6 @@ class TieredWriter(StorageWriter, AsyncStager):
             crc32c=sink.builder.crc,
             footer_start=footer_start,
             tail=tail,
-        )
-
-    def _write_item(self, sink: ShardSink, item: WriteItem, planner: SavePlanner) -> None:
-        """Resolve an item, write its bytes, and let go of them."""
-        data = planner.resolve_data(item)
-        if isinstance(data, io.BytesIO):
-            tensors.warn_of_size(item.index.fqn, data)
-            if not self._trust_bytes:
-                tensors.check_loadable(item.index.fqn, data, _UNSAFE_HINT)
-            sink.add(data.getbuffer(), fqn=item.index.fqn, dtype=None)
-            return
-        described = item.tensor_data
-        if described is None:
-            raise InvalidError("the plan describes a tensor without its size", None, item.index.fqn)
-        sizes = tuple(described.chunk.sizes)
-        plain = tensors.plain_tensor(item.index.fqn, data)
-        if tuple(plain.shape) != sizes or plain.dtype != described.properties.dtype:
-            raise InvalidError(
-                f"tensor is {plain.dtype} of shape {tuple(plain.shape)} where the plan says"
-                f" {described.properties.dtype} of shape {sizes}",
-                None,
-                item.index.fqn,
-                "The state changed between planning and writing: do not step while a save runs.",
-            )
-        sink.add(
-            tensors.as_bytes(plain),
-            fqn=item.index.fqn,
-            dtype=tensors.dtype_name(plain.dtype),
-            offsets=tuple(described.chunk.offsets),
-            sizes=sizes,
-            shape=tuple(described.size),
         )
 
 
@@ -548,32 +534,6 @@ def _rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
-def _write_order(item: WriteItem) -> tuple[bool, int]:
-    """Large tensors first, small ones packed behind them, opaque bytes last."""
-    return item.tensor_data is None, -_item_bytes(item)
-
-
-def _item_bytes(item: WriteItem) -> int:
-    """Return the bytes of a tensor item; opaque bytes are of unknown size before they are there."""
-    if item.tensor_data is None:
-        return 0
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-
-
 def _index_of(shard: ShardResult) -> Index:
     trailer = decode_trailer(shard.tail[-TRAILER_BYTES:], shard.length, END_MAGIC)
     return decode_index(trailer, shard.tail[: trailer.stored_length])
-
-
-def _planned(metadata: Metadata) -> Iterator[Planned]:
-    for fqn, described in metadata.state_dict_metadata.items():
-        if isinstance(described, BytesStorageMetadata):
-            yield Planned(fqn, None, (), False, ())  # noqa: FBT003 - requires no gradient
-        else:
-            yield Planned(
-                fqn,
-                tensors.dtype_name(described.properties.dtype),
-                tuple(described.size),
-                described.properties.requires_grad,
-                [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks],
-            )

@@ -5,12 +5,16 @@ so every byte that passes through host memory passes through here, and no buffer
 """
 
 import mmap
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from dcp_tiered import metrics
 from dcp_tiered.errors import BackpressureError
-from dcp_tiered.interfaces import PAGE_BYTES
+from dcp_tiered.metrics import Sample
+from dcp_tiered.syscalls import PAGE_BYTES
 
 _WAIT_S_MAX = 600.0
 
@@ -31,11 +35,21 @@ class Arena:
         self._condition = threading.Condition()
         self.waits = 0
         """How often a taker had to wait for a buffer: back-pressure instead of more memory."""
+        self.waited_s = 0.0
+        """Seconds that takers waited, all together."""
 
     @property
     def bytes_held(self) -> int:
         """Bytes of memory that the arena keeps."""
         return self._made * self.buffer_bytes
+
+    def samples(self, use: str) -> Iterator[Sample]:
+        """Yield the metrics of this arena; `use` tells it from others."""
+        labels = {"use": use}
+        yield metrics.ARENA_BYTES, labels, self.bytes_held
+        yield metrics.ARENA_BYTES_MAX, labels, self.buffer_bytes * self.count
+        yield metrics.ARENA_WAITS, labels, self.waits
+        yield metrics.ARENA_WAIT, labels, self.waited_s
 
     def take(self) -> memoryview:
         """Return a page-aligned, writable buffer; waits for one when all are out.
@@ -46,7 +60,10 @@ class Arena:
         with self._condition:
             if not self._free and self._made == self.count:
                 self.waits += 1
-                if not self._condition.wait_for(lambda: bool(self._free), _WAIT_S_MAX):
+                begun = time.monotonic()
+                came = self._condition.wait_for(lambda: bool(self._free), _WAIT_S_MAX)
+                self.waited_s += time.monotonic() - begun
+                if not came:
                     raise BackpressureError(
                         "no buffer became free: the disk does not take what it is given", "local"
                     )
@@ -71,10 +88,26 @@ class Arena:
             self.give_back(buffer)
 
     def _make(self) -> memoryview:
-        area = mmap.mmap(-1, self.buffer_bytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            area.madvise(mmap.MADV_HUGEPAGE)
-        view = memoryview(area)
+        view = self._page_locked()
+        if view is None:
+            area = mmap.mmap(-1, self.buffer_bytes)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                area.madvise(mmap.MADV_HUGEPAGE)
+            view = memoryview(area)
         for start in range(0, self.buffer_bytes, PAGE_BYTES):
             view[start] = 0
         return view
+
+    def _page_locked(self) -> memoryview | None:
+        """Return memory that a device copies from and to at the speed of its bus, if there is one.
+
+        Whoever has not loaded torch, or uses no device, has no use for it.
+        """
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return None
+        try:
+            tensor = torch.empty(self.buffer_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
+            return None
+        return None if tensor.data_ptr() % PAGE_BYTES else memoryview(tensor.numpy().data)

@@ -5,21 +5,19 @@ trainer. So each window is dropped behind the writer: by RWF_DONTCACHE (Linux 6.
 sync_file_range and POSIX_FADV_DONTNEED.
 """
 
-import ctypes
 import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from awscrt.checksums import crc32c
+from dcp_tiered.engines.block_sums import BlockSums, block_crcs
+from dcp_tiered.interfaces import DeviceBytes
+from dcp_tiered.syscalls import start_write_out, wait_write_out
 
-_BLOCK_BYTES = 256 << 10
+_COPY_BYTES = 8 << 20
 _WINDOW_BYTES = 32 << 20
 _DONTCACHE = 0x80
-_WRITE = 2
-_WAIT_WRITE_WAIT = 7
 _UNKNOWN = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class BufferedEngine:
@@ -42,19 +40,29 @@ class BufferedImage:
         self._flags = _DONTCACHE
         self._window = 0
 
-    def append(self, start: int, data: memoryview) -> list[int]:
+    def append(self, start: int, data: memoryview | DeviceBytes) -> list[int]:
         """Write `data` at `start`; see `Image.append`."""
-        crcs = [crc32c(data[at : at + _BLOCK_BYTES]) for at in range(0, len(data), _BLOCK_BYTES)]
+        if isinstance(data, memoryview):
+            self._write_all(start, data)
+            return block_crcs(data)
+        sums, buffer = BlockSums(), memoryview(bytearray(min(data.nbytes, _COPY_BYTES)))
+        for at in range(0, data.nbytes, _COPY_BYTES):
+            part = buffer[: data.nbytes - at]
+            data.copy_to(at, part)
+            sums.feed(part)
+            self._write_all(start + at, part)
+        return sums.crcs
+
+    def finish(self, length: int) -> None:
+        """Cut the file to its length; see `Image.finish`."""
+        os.ftruncate(self._fd, length)
+
+    def _write_all(self, start: int, data: memoryview) -> None:
         done = 0
         while done < len(data):
             done += self._write(data[done : done + _WINDOW_BYTES], start + done)
             if not self._flags and start + done - self._window >= _WINDOW_BYTES:
                 self._drop_behind(start + done)
-        return crcs
-
-    def finish(self, length: int) -> None:
-        """Cut the file to its length; see `Image.finish`."""
-        os.ftruncate(self._fd, length)
 
     def _write(self, data: memoryview, start: int) -> int:
         try:
@@ -68,10 +76,9 @@ class BufferedImage:
     def _drop_behind(self, end: int) -> None:
         """Start writing out the newest window, wait for the one before it, and drop that."""
         before = max(0, self._window - _WINDOW_BYTES)
-        offset, count = ctypes.c_long, ctypes.c_long
-        _libc.sync_file_range(self._fd, offset(self._window), count(end - self._window), _WRITE)
+        start_write_out(self._fd, self._window, end - self._window)
         if self._window > before:
             span = self._window - before
-            _libc.sync_file_range(self._fd, offset(before), count(span), _WAIT_WRITE_WAIT)
+            wait_write_out(self._fd, before, span)
             os.posix_fadvise(self._fd, before, span, os.POSIX_FADV_DONTNEED)
         self._window = end

@@ -5,69 +5,29 @@ through aligned buffers, and summed while it is in the cache; what is aligned al
 arena) is written from where it lies. Two threads keep the device busy while the next buffer fills.
 """
 
-import ctypes
 import errno
 import os
-import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
-from awscrt.checksums import crc32c
 
 from dcp_tiered.engines.arena import Arena
-from dcp_tiered.interfaces import PAGE_BYTES
+from dcp_tiered.engines.block_sums import BlockSums, block_crcs
+from dcp_tiered.format.shardfile import BLOCK_BYTES
+from dcp_tiered.interfaces import DeviceBytes
+from dcp_tiered.syscalls import PAGE_BYTES, direct_alignment, open_direct, reserve
 
-_THREADS = 2
-_BLOCK_BYTES = 256 << 10
+_THREADS = 3
 _SMALL_BYTES = 16 << 10
 _IN_PLACE_BYTES = 1 << 20
 """An aligned item is written from where it lies from this size on; below, a copy costs less than
 one more request to the device."""
 _REQUEST_BYTES = 16 << 20
-_REQUESTS_MAX = 4
+_REQUESTS_MAX = 8
 """Requests on their way: what they are written from is held until they are done."""
-_STATX_DIOALIGN = 0x2000
-_AT_EMPTY_PATH = 0x1000
-_DIOALIGN_OFFSET = 0x98
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def alignment(fd: int) -> tuple[int, int] | None:
-    """Return how O_DIRECT wants memory and offsets aligned, None where the file cannot have it.
-
-    Source: statx(2), STATX_DIOALIGN, Linux 6.1. A file system without an answer is taken at a page.
-    """
-    buffer = ctypes.create_string_buffer(256)
-    if _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer):
-        return PAGE_BYTES, PAGE_BYTES
-    if not struct.unpack_from("I", buffer)[0] & _STATX_DIOALIGN:
-        return PAGE_BYTES, PAGE_BYTES
-    memory, offset = struct.unpack_from("II", buffer, _DIOALIGN_OFFSET)
-    return (memory, offset) if memory else None
-
-
-def reopen(fd: int, flags: int) -> int:
-    """Open the file behind a descriptor once more, around the page cache.
-
-    Raises:
-        OSError: EINVAL where the file system has no O_DIRECT.
-    """
-    return os.open(f"/proc/self/fd/{fd}", flags | os.O_DIRECT | os.O_CLOEXEC)
-
-
-def reserve(fd: int, length: int) -> None:
-    """Reserve space, so that a full disk is told before the first byte; not everywhere possible.
-
-    Raises:
-        OSError: There is not that much space, with errno.
-    """
-    if length and _libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(length)):
-        code = ctypes.get_errno()
-        if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
-            raise OSError(code, os.strerror(code))
 
 
 class DirectEngine:
@@ -85,9 +45,9 @@ class DirectEngine:
     @contextmanager
     def writing(self, fd: int, length_estimate: int) -> Iterator["DirectImage"]:
         """Write one file; see `Engine.writing`."""
-        direct = reopen(fd, os.O_RDWR)
+        direct = open_direct(fd, os.O_RDWR)
         try:
-            aligned = alignment(direct)
+            aligned = direct_alignment(direct)
             if aligned is None:
                 raise OSError(errno.EINVAL, "file system has no O_DIRECT")
             reserve(fd, length_estimate)
@@ -116,22 +76,13 @@ class DirectImage:
         self._end = 0
         self._futures: deque[Future[None]] = deque()
 
-    def append(self, start: int, data: memoryview) -> list[int]:
+    def append(self, start: int, data: memoryview | DeviceBytes) -> list[int]:
         """Write `data` at `start`; see `Image.append`."""
+        if not isinstance(data, memoryview):
+            return self._copy(start, data.nbytes, data.copy_to, self._arena.buffer_bytes)
         if self._in_place(start, data):
-            length = len(data) - len(data) % PAGE_BYTES
-            self._submit_buffer()
-            for at in range(0, length, _REQUEST_BYTES):
-                part = data[at : min(length, at + _REQUEST_BYTES)]
-                self._submit(part, start + at)
-            crcs = [
-                crc32c(data[at : at + _BLOCK_BYTES]) for at in range(0, len(data), _BLOCK_BYTES)
-            ]
-            self._end = start + length
-            if length < len(data):
-                self._copy(start + length, data[length:])
-            return crcs
-        return self._copy_summed(start, data)
+            return self._write_in_place(start, data)
+        return self._copy(start, len(data), _copier(data), BLOCK_BYTES)
 
     def finish(self, length: int) -> None:
         """Hand everything to the device; see `Image.finish`."""
@@ -154,32 +105,39 @@ class DirectImage:
         address = np.frombuffer(data, dtype="u1").__array_interface__["data"][0]
         return bool(address % self._memory_alignment == 0)
 
-    def _copy_summed(self, start: int, data: memoryview) -> list[int]:
-        """Copy block by block; return the checksum of each."""
-        return [
-            self._copy(start + at, data[at : at + _BLOCK_BYTES])
-            for at in range(0, len(data), _BLOCK_BYTES)
-        ]
+    def _write_in_place(self, start: int, data: memoryview) -> list[int]:
+        """Write whole pages from where they lie, and copy the rest of less than a page."""
+        length = len(data) - len(data) % PAGE_BYTES
+        self._submit_buffer()
+        for at in range(0, length, _REQUEST_BYTES):
+            self._submit(data[at : min(length, at + _REQUEST_BYTES)], start + at)
+        crcs = block_crcs(data)
+        self._end = start + length
+        if length < len(data):
+            rest = data[length:]
+            self._copy(start + length, len(rest), _copier(rest), BLOCK_BYTES)
+        return crcs
 
-    def _copy(self, start: int, data: memoryview) -> int:
-        """Copy into buffers and sum where it was copied to, while it is in the cache."""
-        crc = 0
+    def _copy(
+        self, start: int, length: int, copy_to: Callable[[int, memoryview], None], step: int
+    ) -> list[int]:
+        """Copy into buffers, at most `step` bytes at a time, and sum while they are in the cache.
+
+        Returns:
+            The checksum of each block.
+        """
+        sums = BlockSums()
         self._fill_gap(start)
-        while data:
+        done = 0
+        while done < length:
             buffer, at = self._room()
-            count = min(len(data), len(buffer) - at)
+            count = min(step, length - done, len(buffer) - at)
             target = buffer[at : at + count]
-            if count < _SMALL_BYTES:
-                target[:] = data[:count]
-            else:
-                # Unlike an assignment to the view, this lets other threads run.
-                np.copyto(
-                    np.frombuffer(target, dtype="u1"), np.frombuffer(data[:count], dtype="u1")
-                )
-            crc = crc32c(target, crc)
-            data = data[count:]
+            copy_to(done, target)
+            sums.feed(target)
+            done += count
             self._end += count
-        return crc
+        return sums.crcs
 
     def _fill_gap(self, start: int) -> None:
         """Fill with zeros up to `start`; a large hole is left to the file system."""
@@ -227,6 +185,20 @@ class DirectImage:
         future = self._pool.submit(_write, self._fd, data, start)
         self._futures.append(future)
         return future
+
+
+def _copier(data: memoryview) -> Callable[[int, memoryview], None]:
+    """Return what copies a part of host memory."""
+
+    def copy_to(start: int, target: memoryview) -> None:
+        part = data[start : start + len(target)]
+        if len(target) < _SMALL_BYTES:
+            target[:] = part
+        else:
+            # Unlike an assignment to the view, this lets other threads run.
+            np.copyto(np.frombuffer(target, dtype="u1"), np.frombuffer(part, dtype="u1"))
+
+    return copy_to
 
 
 def _write(fd: int, data: memoryview, start: int) -> None:

@@ -1,7 +1,10 @@
 """Tensors as bytes: what can be stored, its row-major bytes, and back into a target."""
 
+import ctypes
 import io
 import logging
+from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -14,11 +17,13 @@ _OBJECT_BYTES = 16 << 20
 """An opaque object larger than this is worth a warning."""
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without its module: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
+@cache
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a name.
 
@@ -101,7 +106,9 @@ def warn_of_size(fqn: str, data: io.BytesIO) -> None:
 
 
 def plain_tensor(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return an ordinary strided CPU tensor with the values of `tensor`; copies only if it must.
+    """Return an ordinary strided tensor with the values of `tensor`; copies only if it must.
+
+    A tensor on a CUDA device stays there, one on another accelerator is copied to the host.
 
     Raises:
         InvalidError: It has no values of its own that could be stored.
@@ -128,15 +135,61 @@ def plain_tensor(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
         raise InvalidError(
             "quantized tensors cannot be stored", None, fqn, "Save int_repr() instead."
         )
-    return tensor.cpu().resolve_conj().resolve_neg()
+    if not _has_storage(tensor):
+        raise InvalidError(
+            "tensor has lost its memory", None, fqn, "Save it before its storage is freed."
+        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        tensor = tensor.cpu()
+    return tensor.resolve_conj().resolve_neg()
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the row-major bytes of a plain CPU tensor; copies only what is not contiguous."""
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the row-major bytes of a plain tensor; copies only what is not contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Tell whether a plain tensor lies inside its storage, which can be resized below it."""
     if not tensor.numel():
-        return memoryview(b"")
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy().data)
+        return True
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return tensor.untyped_storage().nbytes() >= needed
+
+
+def small_bytes(
+    tensor: object, dtype: torch.dtype, sizes: Sequence[int], length: int
+) -> bytes | None:
+    """Return a copy of the row-major bytes of a small tensor if that takes no call but this one.
+
+    Args:
+        tensor: A tensor, or anything else.
+        dtype: What its dtype has to be.
+        sizes: What its shape has to be.
+        length: Bytes that such a tensor takes, at least one.
+
+    Returns:
+        None for a tensor that is not what it has to be, or that `plain_tensor` has to see: a
+        subclass, one that is not in host memory, not contiguous, or a view that negates or
+        conjugates.
+    """
+    if (
+        (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter)
+        and tensor.dtype is dtype
+        and tensor.shape == sizes
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not (dtype.is_complex and tensor.is_conj())
+    ):
+        address = tensor.data_ptr()
+        # Behind an offset, an address does not tell whether there is memory.
+        if address and (not tensor.storage_offset() or _has_storage(tensor)):
+            return ctypes.string_at(address, length)
+    return None
 
 
 def box_view(

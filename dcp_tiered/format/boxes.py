@@ -25,6 +25,21 @@ def gather(flat: Array, starts: Array, width: int) -> Array:
     return taken
 
 
+def row_ids(rows: Array) -> tuple[Array, Array]:
+    """Number the distinct rows of a matrix.
+
+    Returns:
+        Where one row of each number is, and the number of each row.
+    """
+    count, width = rows.shape
+    order = np.lexsort(rows.T[::-1]) if width else np.arange(count)
+    is_new = np.ones(count, dtype="bool")
+    is_new[1:] = np.any(rows[order[1:]] != rows[order[:-1]], axis=1)
+    numbers = np.empty(count, dtype="i8")
+    numbers[order] = np.cumsum(is_new) - 1
+    return order[is_new], numbers
+
+
 def check_inside(offsets: Array, sizes: Array, shape: Array) -> None:
     """Refuse boxes that do not lie in their tensors; all three have one row per box.
 

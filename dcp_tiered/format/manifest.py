@@ -11,39 +11,26 @@ entry, the shard file that holds it and its row in that shard file's footer.
 
 import gc
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from dcp_tiered.errors import CorruptError
 from dcp_tiered.format import layout
-from dcp_tiered.format.boxes import (
-    BYTES,
-    NDIM_MAX,
-    TENSOR,
-    byte_counts,
-    check_disjoint,
-    check_inside,
-    exclusive_sum,
-    gather,
-)
 from dcp_tiered.format.columns import (
-    Array,
     canonical_json,
     compress,
     decode,
     decode_meta,
     decompress,
     encode,
-    pack_strings,
     parse_json,
     take,
-    unpack_strings,
 )
+from dcp_tiered.format.entries import Chunk, Entries, Entry
 from dcp_tiered.format.fields import (
     CRC_MAX,
     NUMBER_MAX,
@@ -56,7 +43,21 @@ from dcp_tiered.format.fields import (
 )
 from dcp_tiered.format.footer import VERSION, check_features
 from dcp_tiered.format.plain import from_tagged, to_tagged
-from dcp_tiered.format.shardfile import DTYPES, ITEMSIZES, PAGE_BYTES, dtype_code
+from dcp_tiered.format.shardfile import PAGE_BYTES
+
+__all__ = [
+    "MANIFEST_BYTES_MAX",
+    "Chunk",
+    "Entries",
+    "Entry",
+    "Head",
+    "Manifest",
+    "ShardRef",
+    "decode_head",
+    "decode_manifest",
+    "encode_manifest",
+    "sha256",
+]
 
 MANIFEST_BYTES_MAX = 1 << 30
 _FORMAT = "dcp_tiered manifest"
@@ -75,31 +76,6 @@ class ShardRef:
     crc32c: int
     """CRC32C of the whole file."""
     footer_start: int
-
-
-class Chunk(NamedTuple):
-    """Where a chunk of a tensor, or the bytes of an entry, are stored.
-
-    A tuple, as is `Entry`: there may be a million, and frozen dataclasses take thrice as long.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    shard: int
-    """Position in `Manifest.shards`."""
-    row: int
-    """Row in that shard file's footer."""
-
-
-class Entry(NamedTuple):
-    """One key of the state dict; opaque bytes when `dtype` is None."""
-
-    fqn: str
-    dtype: str | None
-    chunks: tuple[Chunk, ...]
-    """In DCP's order; exactly one for opaque bytes."""
-    shape: tuple[int, ...] = ()
-    requires_grad: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +110,8 @@ class Manifest:
     """A checkpoint as it was asked for."""
 
     head: Head
-    entries: Sequence[Entry] = field(repr=False)
+    entries: Collection[Entry] = field(repr=False)
+    """Of a manifest that was read: `Entries`."""
     planner_data: Any = field(repr=False)
     """What DCP's planner wants back, plain data."""
 
@@ -162,14 +139,14 @@ def encode_manifest(manifest: Manifest) -> bytes:
         InvalidError: It holds something that is not plain data or that a reader would refuse.
     """
     head = manifest.head
-    meta = _meta(head) | {"entries": len(manifest.entries)}
+    entries = Entries.of(manifest.entries)
+    meta = _meta(head) | {"entries": len(entries)}
     planner = canonical_json({"data": to_tagged(manifest.planner_data, "the planner's data")})
-    columns = _encode_entries(manifest.entries)
     with must_read_back("manifest"):
         # Compared as JSON: a NaN in the user's metadata differs from itself.
         if canonical_json(_meta(_head(meta))) != canonical_json(_meta(head)):
             raise CorruptError("it is read as another one")
-        _check_entries(columns, len(manifest.entries), len(head.shards))
+        columns = entries.encode(len(head.shards))
     raw = encode(meta, columns | {"planner": np.frombuffer(planner, dtype="u1")})
     stored = compress(raw)
     line = canonical_json(
@@ -211,7 +188,7 @@ def decode_manifest(stored: bytes) -> Manifest:
     meta, columns = decode(decompress(*_open(stored)))
     head = _head(meta)
     count = integer(meta, "entries")
-    entries = _decode_entries(columns, count, len(head.shards))
+    entries = Entries.decode(columns, count, len(head.shards))
     planner = parse_json(take(columns, "planner", "u1").tobytes())
     return Manifest(head=head, entries=entries, planner_data=from_tagged(planner.get("data")))
 
@@ -289,90 +266,3 @@ def _shard_ref(row: object) -> ShardRef:
         crc32c=crc,
         footer_start=footer_start,
     )
-
-
-def _encode_entries(entries: Sequence[Entry]) -> dict[str, Array]:
-    names, name_lengths = pack_strings([entry.fqn for entry in entries])
-    chunks = [chunk for entry in entries for chunk in entry.chunks]
-    shape = [number for entry in entries for number in entry.shape]
-    boxes = [number for chunk in chunks for number in (*chunk.offsets, *chunk.sizes)]
-    codes = [0 if entry.dtype is None else dtype_code(entry.dtype) for entry in entries]
-    return {
-        "kind": _u1([BYTES if entry.dtype is None else TENSOR for entry in entries]),
-        "dtype": _u1(codes),
-        "requires_grad": _u1([entry.requires_grad for entry in entries]),
-        "ndim": _u1([len(entry.shape) for entry in entries]),
-        "shape": np.array(shape, dtype="<i8"),
-        "chunks": np.array([len(entry.chunks) for entry in entries], dtype="<u4"),
-        "boxes": np.array(boxes, dtype="<i8"),
-        "shard": np.array([chunk.shard for chunk in chunks], dtype="<u4"),
-        "row": np.array([chunk.row for chunk in chunks], dtype="<u4"),
-        "name_lengths": name_lengths,
-        "names": names,
-    }
-
-
-def _decode_entries(columns: dict[str, Array], count: int, shards: int) -> list[Entry]:
-    _check_entries(columns, count, shards)
-    fqns = unpack_strings(take(columns, "names", "u1"), take(columns, "name_lengths", "u4"), count)
-    if len(set(fqns)) != count:
-        raise CorruptError("manifest names a key twice")
-    column = {name: columns[name].tolist() for name in ("kind", "dtype", "ndim", "chunks")}
-    grads = (columns["requires_grad"] != 0).tolist()
-    shape, boxes = columns["shape"].tolist(), columns["boxes"].tolist()
-    places = zip(columns["shard"].tolist(), columns["row"].tolist(), strict=True)
-    entries, at_shape, at_box = [], 0, 0
-    for fqn, grad, kind, code, ndim, chunk_count in zip(fqns, grads, *column.values(), strict=True):
-        chunks = []
-        for shard, row in islice(places, chunk_count):
-            middle, end = at_box + ndim, at_box + 2 * ndim
-            chunks.append(Chunk(tuple(boxes[at_box:middle]), tuple(boxes[middle:end]), shard, row))
-            at_box = end
-        whole = tuple(shape[at_shape : at_shape + ndim])
-        dtype = DTYPES[code] if kind == TENSOR else None
-        entries.append(Entry(fqn, dtype, tuple(chunks), whole, grad))
-        at_shape += ndim
-    return entries
-
-
-def _check_entries(columns: dict[str, Array], count: int, shards: int) -> None:
-    """Refuse columns that do not fit together, or boxes that cannot be."""
-    flat = {name: take(columns, name, "u1") for name in ("kind", "dtype", "requires_grad", "ndim")}
-    counts = take(columns, "chunks", "u4").astype("i8")
-    if any(len(one) != count for one in (*flat.values(), counts)):
-        raise CorruptError("manifest columns differ in length")
-    kind, ndim = flat["kind"], flat["ndim"].astype("i8")
-    if np.any(kind > BYTES) or np.any(flat["dtype"] >= len(DTYPES)):
-        raise CorruptError("manifest has a kind or dtype that this format does not know")
-    opaque = kind == BYTES
-    if np.any(ndim > NDIM_MAX) or np.any(ndim[opaque]) or np.any(counts[opaque] != 1):
-        raise CorruptError("manifest has an entry with impossible dimensions or chunks")
-    shard, row = take(columns, "shard", "u4"), take(columns, "row", "u4")
-    total = int(counts.sum())
-    if len(shard) != total or len(row) != total or (total and int(shard.max()) >= shards):
-        raise CorruptError("manifest has a chunk in no shard file that it lists")
-    shape, boxes = take(columns, "shape", "i8"), take(columns, "boxes", "i8")
-    if int(ndim.sum()) != len(shape) or int((2 * ndim * counts).sum()) != len(boxes):
-        raise CorruptError("manifest's dimensions do not add up")
-    _check_boxes(ndim, counts, ITEMSIZES[flat["dtype"]], shape, boxes)
-
-
-def _check_boxes(ndim: Array, counts: Array, itemsize: Array, shape: Array, boxes: Array) -> None:
-    """Refuse chunks outside their tensor; together they may not claim more than the tensor."""
-    owner = np.repeat(np.arange(len(ndim)), counts)
-    shape_start, box_start = exclusive_sum(ndim), exclusive_sum(2 * ndim[owner])
-    wholes, parts = np.zeros(len(ndim), dtype="i8"), np.zeros(len(owner), dtype="i8")
-    for value in np.unique(ndim).tolist():
-        entry, chunk = np.flatnonzero(ndim == value), np.flatnonzero(ndim[owner] == value)
-        whole = gather(shape, shape_start[entry], value)
-        box = gather(boxes, box_start[chunk], 2 * value)
-        around = gather(shape, shape_start[owner[chunk]], value)
-        check_inside(box[:, :value], box[:, value:], around)
-        check_inside(np.zeros_like(whole), whole, whole)
-        wholes[entry] = byte_counts(whole, itemsize[entry])
-        parts[chunk] = byte_counts(box[:, value:], itemsize[owner[chunk]])
-    check_disjoint(owner, parts, wholes)
-
-
-def _u1(values: Sequence[int]) -> Array:
-    return np.array(values, dtype="u1")

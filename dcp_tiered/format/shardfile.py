@@ -14,6 +14,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 from awscrt.checksums import combine_crc32c, crc32c
@@ -147,6 +148,13 @@ class Item:
     """CRC32C of each 256 KiB block, counted from `start`."""
 
 
+Small = tuple[str, str | None, bytes, Sequence[int], Sequence[int], Sequence[int]]
+"""An item of less than 64 KiB with its bytes: key, dtype or None, bytes, offsets, sizes, shape.
+
+A bare tuple: a shard file may have a million, and a named one takes five times as long to make.
+"""
+
+
 def encode_header(header: Header) -> bytes:
     """Return the first page of a shard file, 4096 bytes.
 
@@ -218,6 +226,12 @@ def block_count(length: int) -> int:
     return -(-length // BLOCK_BYTES)
 
 
+def join_run(parts: Sequence[bytes]) -> bytes:
+    """Return small items as they lie in a file from some aligned byte on, with the gaps."""
+    padded = [part + bytes(-len(part) % SMALL_ALIGNMENT) for part in parts[:-1]]
+    return b"".join((*padded, *parts[-1:]))
+
+
 def item_crc(crcs: Sequence[int], length: int) -> int:
     """Combine block checksums into the checksum of the item."""
     total = 0
@@ -272,11 +286,48 @@ class Builder:
             self._large["dims"].extend(part)
         self._crcs.extend(item.crcs)
         self._fqns.append(item.fqn)
-        gap = item.start - self.cursor
+        self._grow(item.start, item_crc(item.crcs, item.length), item.length)
+
+    def add_run(self, run: Sequence[Small], crcs: Sequence[int], crc: int) -> None:
+        """Take note of small items that lie one behind the other from `next_start(0)` on.
+
+        Args:
+            run: The items.
+            crcs: CRC32C of each item that is not empty.
+            crc: CRC32C of what `join_run` returns for the items.
+
+        Raises:
+            InvalidError: One is not small, the checksums do not cover them, or one is no tensor
+                chunk and no opaque bytes either.
+        """
+        fqns, dtypes, parts, offsets, sizes, shapes = zip(*run, strict=True)
+        lengths = np.fromiter(map(len, parts), dtype="i8", count=len(parts))
+        if int(lengths.max()) >= LARGE_BYTES or np.count_nonzero(lengths) != len(crcs):
+            raise InvalidError(f"items from {fqns[0]!r} on are not small or not all summed")
+        ndim = [len(one) for one in sizes]
+        if [len(one) for one in offsets] != ndim or [len(one) for one in shapes] != ndim:
+            raise InvalidError(f"items from {fqns[0]!r} on have dimensions that do not match")
+        codes = {name: 0 if name is None else dtype_code(name) for name in set(dtypes)}
+        self._small["kind"] += bytes([BYTES if name is None else TENSOR for name in dtypes])
+        self._small["dtype"] += bytes([codes[name] for name in dtypes])
+        self._small["ndim"] += bytes(ndim)
+        start = self.next_start(0)
+        starts = start + exclusive_sum(lengths + -lengths % SMALL_ALIGNMENT)
+        self._large["start"].frombytes(starts.tobytes())
+        self._large["length"].frombytes(lengths.tobytes())
+        boxes = chain.from_iterable(zip(offsets, sizes, shapes, strict=True))
+        self._large["dims"].extend(chain.from_iterable(boxes))
+        self._crcs.extend(crcs)
+        self._fqns += fqns
+        self._grow(start, crc, int(starts[-1] + lengths[-1]) - start)
+
+    def _grow(self, start: int, crc: int, length: int) -> None:
+        """Move the end of the file behind bytes of a checksum; a gap before them is of zeros."""
+        gap = start - self.cursor
         if gap:
             self.crc = combine_crc32c(self.crc, crc32c(bytes(gap)), gap)
-        self.crc = combine_crc32c(self.crc, item_crc(item.crcs, item.length), item.length)
-        self.cursor = item.start + item.length
+        self.crc = combine_crc32c(self.crc, crc, length)
+        self.cursor = start + length
 
     def finish(self) -> bytes:
         """Return footer and trailer, parsed back before they are handed out.
@@ -330,7 +381,9 @@ class Index:
     dims_start: Array = field(repr=False)
     crcs_start: Array = field(repr=False)
 
-    def require(self, row: int, fqn: str, offsets: tuple[int, ...] | None) -> None:
+    def require(
+        self, row: int, fqn: str, offsets: tuple[int, ...] | None
+    ) -> tuple[int, ...] | None:
         """Check what another object said of a row, before anything uses the row.
 
         Args:
@@ -338,21 +391,31 @@ class Index:
             fqn: The key it should hold.
             offsets: Where the chunk should lie in its tensor, None for opaque bytes.
 
+        Returns:
+            The shape of the chunk, None for opaque bytes.
+
         Raises:
             CorruptError: There is no such row, or it holds something else.
         """
         if not 0 <= row < len(self.fqns) or self.fqns[row] != fqn:
             raise CorruptError(f"row {row} of a shard file is not {fqn!r}")
-        if (None if self.is_bytes(row) else self.box(row)[0]) != offsets:
+        found: tuple[int, ...] | None = None
+        sizes: tuple[int, ...] | None = None
+        if self.kind.item(row) != BYTES:
+            ndim, start = self.ndim.item(row), self.dims_start.item(row)
+            flat = self.dims[start : start + 2 * ndim].tolist()
+            found, sizes = tuple(flat[:ndim]), tuple(flat[ndim:])
+        if found != offsets:
             raise CorruptError(f"row {row} of a shard file is another part of {fqn!r}")
+        return sizes
 
     def is_bytes(self, row: int) -> bool:
         """Tell whether an item is opaque bytes."""
-        return bool(self.kind[row] == BYTES)
+        return bool(self.kind.item(row) == BYTES)
 
     def box(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Return offsets, sizes and global shape of a tensor item."""
-        ndim, start = int(self.ndim[row]), int(self.dims_start[row])
+        ndim, start = self.ndim.item(row), self.dims_start.item(row)
         flat = self.dims[start : start + 3 * ndim].tolist()
         return tuple(flat[:ndim]), tuple(flat[ndim : 2 * ndim]), tuple(flat[2 * ndim :])
 

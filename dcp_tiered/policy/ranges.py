@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Protocol, TypeVar
 
-T = TypeVar("T")
+E = TypeVar("E", bound="Extent")
 
 
 def parts(
@@ -63,18 +62,14 @@ def span(offsets: Sequence[int], lengths: Sequence[int], sizes: Sequence[int]) -
     return first, last + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Extent(Generic[T]):
-    """A half-open byte range of a file and what it is for."""
+class Extent(Protocol):
+    """A half-open byte range of a file."""
 
     start: int
     end: int
-    what: T
 
 
-def coalesce(
-    extents: Sequence[Extent[T]], gap_max: int, bytes_max: int
-) -> list[tuple[int, int, list[Extent[T]]]]:
+def coalesce(extents: Sequence[E], gap_max: int, bytes_max: int) -> list[tuple[int, int, list[E]]]:
     """Merge byte ranges of one file into few reads.
 
     Args:
@@ -85,7 +80,7 @@ def coalesce(
     Returns:
         Start, end and the ranges inside, for every read, ordered by start.
     """
-    reads: list[tuple[int, int, list[Extent[T]]]] = []
+    reads: list[tuple[int, int, list[E]]] = []
     for extent in sorted(extents, key=lambda one: (one.start, one.end)):
         if reads:
             start, end, inside = reads[-1]

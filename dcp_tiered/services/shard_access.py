@@ -6,7 +6,8 @@ asked again by this reader: the durable copy serves instead, and the log says so
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from awscrt.checksums import crc32c
@@ -22,10 +23,42 @@ from dcp_tiered.format.footer import TRAILER_BYTES, decode_trailer
 from dcp_tiered.format.manifest import Head
 from dcp_tiered.format.records import Commit
 from dcp_tiered.format.shardfile import BLOCK_BYTES, END_MAGIC, Index, decode_index
-from dcp_tiered.interfaces import PAGE_BYTES, LocalTier, Tier
+from dcp_tiered.interfaces import LocalTier, Tier
+from dcp_tiered.syscalls import PAGE_BYTES, address, copy_memory
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Part:
+    """Bytes of one item that are read at once, with the whole blocks around them."""
+
+    row: int
+    """Position of the item in its shard file."""
+    item_start: int
+    """Where the item starts in the shard file."""
+    first: int
+    """First byte that is wanted, counted from the item's start."""
+    last: int
+    """One past the last byte that is wanted."""
+    start: int
+    """First byte of the shard file that is read."""
+    end: int
+    """One past the last byte that is read."""
+    address: int | None
+    """Where in memory the wanted bytes are copied to; None when they are only verified."""
+
+    @property
+    def is_whole_blocks(self) -> bool:
+        """Tell whether no byte is read that is not wanted."""
+        return self.end - self.start == self.last - self.first
+
+
+def whole_blocks(item_start: int, item_length: int, first: int, last: int) -> tuple[int, int]:
+    """Return the range of a shard file that has the blocks around a part of an item."""
+    start = item_start + first - first % BLOCK_BYTES
+    return start, item_start + min(item_length, last + -last % BLOCK_BYTES)
 
 
 class ShardAccess:
@@ -65,35 +98,45 @@ class ShardAccess:
                 self._indexes[shard] = index
         return index
 
+    def alignment(self, shard: int) -> int:
+        """Return which border memory has to lie on to be filled without one more copy."""
+        for tier, key, _ in self._copies(shard):
+            try:
+                return tier.read_alignment(key)
+            except TieredError:
+                continue  # reading from it will tell what is wrong
+        return PAGE_BYTES
+
     def read(
-        self,
-        shard: int,
-        start: int,
-        end: int,
-        wanted: list[tuple[int, int, int]],
-        buffer: memoryview,
+        self, shard: int, start: int, end: int, parts: Sequence["Part"], buffer: memoryview
     ) -> memoryview:
-        """Read bytes of a shard file and verify the blocks in them that are wanted.
+        """Read bytes of a shard file, verify the blocks that are wanted, and copy what has a place.
 
         Args:
             shard: Position in the manifest.
             start: First byte in the shard file.
             end: One past the last byte.
-            wanted: Row, first block and end block of each item's part inside the range.
-            buffer: Memory for it; with two pages to spare and on a page border, a local file is
-                read around the page cache.
+            parts: Parts of items inside the range.
+            buffer: Memory for it, zeros after an error; with two pages to spare and on a page
+                border, a local file is read around the page cache.
 
         Returns:
             The bytes, in `buffer`.
         """
         index = self.index(shard)
 
-        def verify(_: int, data: memoryview) -> memoryview:
-            for row, first, last in wanted:
-                _check_blocks(index, row, first, last, data, start)
+        def use(_: int, data: memoryview) -> memoryview:
+            where = address(data) if data else 0
+            for part in parts:
+                _use_blocks(index, part, data, start, where)
             return data
 
-        return self._from_nearest(shard, start, end, verify, buffer)
+        try:
+            return self._from_nearest(shard, start, end, use, buffer)
+        except TieredError:
+            # The memory may be a target itself: no byte stays there that has not passed (I9).
+            buffer[:] = bytes(len(buffer))
+            raise
 
     def _decode(self, shard: int, data: memoryview) -> Index:
         ref = self._head.shards[shard]
@@ -187,13 +230,26 @@ def _whole_pages(start: int, end: int, length: int, room: int) -> tuple[int, int
     return (first, last) if last - first <= room else (start, end)
 
 
-def _check_blocks(
-    index: Index, row: int, first: int, last: int, data: memoryview, start: int
-) -> None:
-    crcs = index.block_crcs(row)
-    item, length = int(index.start[row]), int(index.length[row])
-    for block in range(first, last):
-        at = item + block * BLOCK_BYTES - start
-        size = min(BLOCK_BYTES, length - block * BLOCK_BYTES)
-        if crc32c(data[at : at + size]) != int(crcs[block]):
-            raise CorruptError(f"checksum mismatch in {index.fqns[row]!r}, block {block}")
+def _use_blocks(index: Index, part: Part, data: memoryview, start: int, where: int) -> None:
+    """Check each block, and copy what is wanted of it while the processor has it in its cache.
+
+    Args:
+        index: Of the shard file.
+        part: What is wanted; all its blocks are in `data`.
+        data: Bytes of the shard file.
+        start: Where they begin there.
+        where: Their address.
+    """
+    first, last = part.item_start + part.first, part.item_start + part.last
+    number = index.crcs_start.item(part.row) + part.first // BLOCK_BYTES
+    for begin in range(part.start, part.end, BLOCK_BYTES):
+        end = min(begin + BLOCK_BYTES, part.end)
+        if crc32c(data[begin - start : end - start]) != index.crcs.item(number):
+            raise CorruptError(
+                f"checksum mismatch in {index.fqns[part.row]!r},"
+                f" block {(begin - part.item_start) // BLOCK_BYTES}"
+            )
+        number += 1
+        if part.address is not None:
+            low, high = max(begin, first), min(end, last)
+            copy_memory(part.address + low - first, where + low - start, high - low)

@@ -5,10 +5,8 @@ any POSIX file system, and no reader ever sees a part of one. Rename would repla
 """
 
 import contextlib
-import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import secrets
 import stat
@@ -24,11 +22,11 @@ from dcp_tiered.errors import (
     CorruptError,
     from_os_error,
 )
-from dcp_tiered.interfaces import PAGE_BYTES, ObjectInfo, Source, address
+from dcp_tiered.interfaces import ObjectInfo, Source
+from dcp_tiered.syscalls import PAGE_BYTES, address, direct_alignment, is_cached, open_direct
 
 _COPY_BYTES = 8 << 20
 _DIRECT_BYTES_MIN = 1 << 20
-_libc = ctypes.CDLL(None, use_errno=True)
 _TEMPORARY = ".tmp-"
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 _FLAGS = os.O_RDWR | os.O_CLOEXEC
@@ -69,7 +67,8 @@ class PosixTier:
         try:
             yield staged
         finally:
-            staged.discard()
+            with self._errors(path, "close a file"):
+                staged.discard()
 
     def put(self, key: str, data: bytes) -> None:
         """Create a small object durably; see `Tier.put`."""
@@ -118,6 +117,12 @@ class PosixTier:
         with self._open(key) as fd:
             done = _read_around_cache(fd, start, buffer)
             self._fill(key, fd, start + done, buffer[done:])
+
+    def read_alignment(self, key: str) -> int:
+        """Return the border of memory for O_DIRECT; see `Tier.read_alignment`."""
+        with self._open(key) as fd:
+            aligned = direct_alignment(fd)
+        return aligned[0] if aligned else 1
 
     def head(self, key: str) -> ObjectInfo:
         """Return the length; a file system keeps no checksum."""
@@ -268,12 +273,13 @@ def _read_around_cache(fd: int, start: int, buffer: memoryview) -> int:
     does not work here is left to an ordinary read, which tells what is wrong.
     """
     length = len(buffer) - len(buffer) % PAGE_BYTES
-    if length < _DIRECT_BYTES_MIN or start % PAGE_BYTES or address(buffer) % PAGE_BYTES:
+    if length < _DIRECT_BYTES_MIN or start % PAGE_BYTES:
         return 0
-    if _is_cached(fd, start, length):
+    aligned = direct_alignment(fd)
+    if aligned is None or address(buffer) % aligned[0] or is_cached(fd, start, length):
         return 0
     try:
-        direct = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        direct = open_direct(fd, os.O_RDONLY)
     except OSError:
         return 0
     done = 0
@@ -288,20 +294,6 @@ def _read_around_cache(fd: int, start: int, buffer: memoryview) -> int:
     finally:
         os.close(direct)
     return done
-
-
-def _is_cached(fd: int, start: int, length: int) -> bool:
-    """Tell whether most of a range is in the page cache, without a read that would put it there."""
-    try:
-        view = mmap.mmap(fd, length, access=mmap.ACCESS_COPY, offset=start)
-    except (OSError, ValueError):
-        return True
-    with view:
-        resident = (ctypes.c_ubyte * (length // PAGE_BYTES))()
-        where = ctypes.c_void_p(address(memoryview(view)))
-        if _libc.mincore(where, ctypes.c_size_t(length), resident):
-            return True
-        return 2 * sum(bytes(resident)) > len(resident)
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from awscrt.checksums import crc32c
 
 from dcp_tiered.engines.arena import Arena
 from dcp_tiered.engines.buffered import BufferedEngine
 from dcp_tiered.engines.choose import choose, probe
+from dcp_tiered.engines.device import TensorBytes
 from dcp_tiered.engines.direct import DirectEngine
+from dcp_tiered.engines.gds import GdsEngine
 from dcp_tiered.errors import BackpressureError, InvalidError
 from dcp_tiered.interfaces import Engine
 
@@ -32,12 +35,14 @@ def aligned_noise(length: int) -> memoryview:
     return area[:length]
 
 
-@pytest.fixture(params=["direct", "buffered", "small buffers"])
+@pytest.fixture(params=["direct", "buffered", "small buffers", "gds"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
     if request.param == "buffered":
         return BufferedEngine()
     if not probe(tmp_path).direct:
         pytest.skip(f"no O_DIRECT below {tmp_path}: {probe(tmp_path).reason}")
+    if request.param == "gds":
+        return GdsEngine(DirectEngine(Arena(1 << 20, 4)), "gds", lambda _: "host")
     return DirectEngine(Arena(1 << 20, 4) if request.param == "direct" else Arena(8192, 2))
 
 
@@ -67,7 +72,18 @@ def sums(data: memoryview) -> list[int]:
     return [crc32c(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
 
 
-@pytest.mark.parametrize("make", [noise, aligned_noise], ids=["unaligned", "aligned"])
+def tensor_noise(length: int) -> TensorBytes:
+    """A tensor as a device has it; on the CPU it is copied the same way."""
+    return TensorBytes(torch.from_numpy(np.array(noise(length))))
+
+
+def host_bytes(data: memoryview | TensorBytes) -> memoryview:
+    return memoryview(data.flat.numpy()) if isinstance(data, TensorBytes) else data
+
+
+@pytest.mark.parametrize(
+    "make", [noise, aligned_noise, tensor_noise], ids=["unaligned", "aligned", "device"]
+)
 def test_writes_what_it_is_given_wherever_it_starts(engine, file, make) -> None:
     """Lengths and gaps around every border: page, buffer, request, checksum block."""
     fd, path = file
@@ -78,9 +94,9 @@ def test_writes_what_it_is_given_wherever_it_starts(engine, file, make) -> None:
             data = make(length)
             start = cursor + gap
             start += -start % (4096 if length >= 64 << 10 else 1)
-            assert image.append(start, data) == sums(data)
+            assert image.append(start, data) == sums(host_bytes(data))
             expected.extend(bytes(start - cursor))
-            expected.extend(data)
+            expected.extend(host_bytes(data))
             cursor = start + length
         image.finish(cursor)
     assert path.read_bytes() == bytes(expected)
@@ -190,7 +206,7 @@ def test_direct_writing_leaves_nothing_in_the_page_cache(tmp_path: Path) -> None
 
 def test_an_engine_asked_for_by_name_has_to_work(tmp_path: Path, monkeypatch, caplog) -> None:
     refuse = fail_with(errno.EINVAL, "Invalid argument")
-    monkeypatch.setattr("dcp_tiered.engines.choose.reopen", refuse)
+    monkeypatch.setattr("dcp_tiered.engines.choose.open_direct", refuse)
     with caplog.at_level("INFO"):
         assert choose("auto", tmp_path, Arena(4096, 1)).name == "buffered"
     assert len([record for record in caplog.records if "buffered" in record.message]) == 1

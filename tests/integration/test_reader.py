@@ -180,6 +180,52 @@ def test_bad_bytes_never_reach_a_target(posix_run: Run) -> None:
     assert not target["w"].any()
 
 
+def on_page_borders(state: State) -> State:
+    """Return targets for tensors in memory that O_DIRECT can read into."""
+    return {key: torch.zeros_like(value).share_memory_() for key, value in state.items()}
+
+
+STRAIGHT = {"w": filled((1_200_007,)), "b": filled((700, 999)).to(torch.bfloat16)}
+
+
+def test_aligned_targets_are_read_into_without_a_buffer(tmp_path: Path) -> None:
+    run = Run(url=f"tiered://{tmp_path}", local=tmp_path)
+    save(run, "step-1", STRAIGHT, level="local")
+    target, reader = on_page_borders(STRAIGHT), TieredReader(run.url)
+    assert all(tensor.data_ptr() % 4096 == 0 for tensor in target.values())
+    assert load(target, reader) is None
+    assert states.difference(STRAIGHT, target) is None
+    buffers = reader.metrics()['dcp_tiered_arena_bytes{use="read"}']
+    assert buffers <= 4 * MIB + 64 * 1024, "one, for the last parts"
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["local bad", "both bad"])
+def test_aligned_targets_take_no_bad_bytes(posix_run: Run, both: bool) -> None:
+    save(posix_run, "step-1", STRAIGHT)
+    at = where(shard_file(posix_run, "step-1"), STRAIGHT["w"]) + 300_000
+    flip(shard_file(posix_run, "step-1"), at)
+    if both:
+        flip(pack(posix_run), where(pack(posix_run), STRAIGHT["w"]) + 300_000)
+    target = on_page_borders(STRAIGHT)
+    error = load(target, TieredReader(**posix_run.arguments()))
+    if both:
+        assert isinstance(error, CorruptError)
+        assert not target["w"][: 4 * MIB // 4].any(), "what was read with the bad block is gone"
+    else:
+        assert error is None
+        assert states.difference(STRAIGHT, target) is None
+
+
+def test_metrics_of_a_load(committed: Run) -> None:
+    reader = loads_exactly(committed)
+    values = reader.metrics()
+    assert values['dcp_tiered_read_bytes_total{tier="local"}'] >= STATE["w"].nbytes
+    assert values['dcp_tiered_read_bytes_total{tier="durable"}'] == 0
+    assert values["dcp_tiered_read_seconds_total"] > 0
+    held = values['dcp_tiered_arena_bytes{use="read"}']
+    assert 0 < held <= values['dcp_tiered_arena_bytes_max{use="read"}'] <= 128 * MIB
+
+
 def test_item_of_a_sound_part_loads_from_a_damaged_file(tmp_path: Path) -> None:
     """Checksums are per block: what nobody asks for does no harm."""
     run = Run(url=f"tiered://{tmp_path}", local=tmp_path)

@@ -460,3 +460,21 @@ def test_save_order_survives_a_clock_that_goes_back(
         reader = TieredReader(url)
         dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
         assert reader.checkpoint_id == f"step-{number}"
+
+
+def test_metrics_of_a_save(local: Path) -> None:
+    writer = TieredWriter(f"tiered://{local}")
+    dcp.save({"w": torch.ones(3_000_000)}, checkpoint_id="a", storage_writer=writer)
+    values = writer.metrics()
+    (shard,) = local.rglob("*.shard")
+    assert values["dcp_tiered_write_bytes_total"] == shard.stat().st_size
+    assert values["dcp_tiered_write_seconds_total"] > 0
+    assert values["dcp_tiered_stage_buffer_bytes"] == 0
+    assert 0 < values['dcp_tiered_arena_bytes{use="write"}'] <= 24 << 20
+    dcp.async_save({"w": torch.ones(3_000_000)}, checkpoint_id="b", storage_writer=writer).result()
+    after = writer.metrics()
+    assert after["dcp_tiered_stage_buffer_bytes"] >= 12_000_000
+    assert after["dcp_tiered_stage_seconds_total"] > 0
+    assert (
+        after["dcp_tiered_write_bytes_total"] >= 2 * values["dcp_tiered_write_bytes_total"] - 4096
+    )

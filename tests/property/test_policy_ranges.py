@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dcp_tiered.policy.ranges import Extent, coalesce, parts, span
+from dcp_tiered.policy.ranges import coalesce, parts, span
 
 Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -66,6 +67,12 @@ def test_no_block_is_read_that_the_box_does_not_touch(
 
 def test_a_whole_chunk_within_the_bound_is_one_part() -> None:
     assert list(parts((0, 0), (5, 4), (5, 4), 20, 0)) == [((0, 0), (5, 4))]
+
+
+class Extent(NamedTuple):
+    start: int
+    end: int
+    what: object
 
 
 _EXTENTS = st.lists(

@@ -5,6 +5,7 @@ Nothing here depends on how fast anything is: what is held are counts, orders, a
 
 import json
 import math
+import mmap
 import os
 import subprocess
 import sys
@@ -62,8 +63,12 @@ def check_time(answer: Answer) -> None:
 
 
 def check_cpu(answer: Answer) -> None:
+    """Hold the CPU of a save against stock DCP in the same run: other load slows both."""
     assert answer.unit == "s/GB"
     assert answer.ratio == pytest.approx(answer.seconds / (answer.bytes / 1e9))
+    if answer.goal == "G3":
+        assert answer.stock is not None
+        assert answer.ratio <= max(0.44, 0.7 * answer.stock)
 
 
 def check_load(answer: Answer) -> None:
@@ -91,18 +96,31 @@ def check_tensors(answer: Answer) -> None:
 def check_memory(answer: Answer) -> None:
     """Hold the bars of memory, which are the same on every machine.
 
-    A save takes its buffers, whatever the state: no more than 0.07 of 1 GiB, with what the first
-    save imports. An async save takes one copy. Nothing stays behind: malloc's own crumbs are some
-    5 KB per save, of a state of 16 MiB.
+    A save takes its buffers, whatever the state: no more than 0.07 of 1 GiB. An async save takes
+    one copy and 0.02 of 1 GiB. Nothing stays behind of states of 16 MiB, but for what malloc keeps
+    for threads: a new one may get an arena that no thread had before.
     """
     assert answer.stock is not None
     if answer.metric.endswith("async_save"):
         assert min(answer.ratio, answer.stock) > 0.9, "one copy of the state there has to be"
-        assert answer.ratio < 1.5, "a second copy"
+        assert (answer.ratio - 1) * answer.bytes <= 0.02 * (1 << 30)
     elif answer.metric.startswith("peak"):
         assert answer.ratio * answer.bytes <= 0.07 * (1 << 30)
     else:
-        assert answer.ratio <= 0.03, answer.details["after"]
+        assert answer.ratio * answer.bytes <= MIB, answer.details["after"]
+
+
+def check_flush(answer: Answer) -> None:
+    if answer.unit == "s/GB":
+        check_cpu(answer)
+    others = answer.details["cpu_s_per_gb"]
+    assert {"floor", "awscrt", "s3fs"} <= set(others), "installed with the package"
+    assert not set(others) & set(answer.details["not_installed"])
+
+
+def check_objects(answer: Answer) -> None:
+    """G8 holds on every machine: a pack, a manifest and a record."""
+    assert answer.ratio == (3 if answer.unit == "objects" else 1)
 
 
 CHECKS: dict[str, tuple[int, list[Callable[[Answer], None]]]] = {
@@ -113,14 +131,21 @@ CHECKS: dict[str, tuple[int, list[Callable[[Answer], None]]]] = {
     "many_tensors": (4, [check_tensors]),
     "load_vs_line_rate": (2, [check_load]),
     "memory": (3, [check_memory]),
+    "flush_vs_clients": (2, [check_flush]),
+    "time_to_durable": (1, [check_time]),
+    "objects_per_checkpoint": (2, [check_objects]),
 }
+
+
+SIZES = {"memory": 128 * MIB, "cpu_per_gb": 256 * MIB}
+"""So large that what does not depend on the size does not count."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # `memory` imports torch anew and saves 48 times
 @pytest.mark.parametrize("name", ALL)
 def test_benchmark_answers_and_leaves_nothing_behind(name: str, disk: Path) -> None:
-    size = 128 * MIB if name == "memory" else 4 * MIB
+    size = SIZES.get(name, 4 * MIB)
     options = Options(directory=disk, bytes=size, pairs=1, tensors=(50, 200))
     answers = ALL[name](options)
     count, checks = CHECKS[name]
@@ -128,7 +153,7 @@ def test_benchmark_answers_and_leaves_nothing_behind(name: str, disk: Path) -> N
     assert len({answer.metric for answer in answers}) == count
     for answer in answers:
         assert answer.benchmark == name
-        if name != "many_tensors":
+        if name != "many_tensors" and answer.unit != "objects":
             size_of = size // 8 if answer.metric.startswith("growth") else size
             assert answer.bytes == pytest.approx(size_of, rel=0.02)
         assert math.isfinite(answer.ratio)
@@ -346,9 +371,10 @@ def test_timer_leaves_out_the_planner_and_counts_nested_calls_once(
 
 def test_memory_sees_a_peak_that_is_over() -> None:
     watched = harness.Memory()
-    held = np.ones(64 * MIB, dtype=np.uint8)
+    held = mmap.mmap(-1, 64 * MIB)  # malloc may keep what is given back
+    np.frombuffer(held, dtype=np.uint8)[:] = 1
     assert watched.now() > 60 * MIB
-    del held
+    held.close()
     assert watched.now() < 32 * MIB
     assert watched.peak() > 60 * MIB
 

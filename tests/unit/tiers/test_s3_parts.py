@@ -2,13 +2,15 @@
 
 import io
 import threading
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_tiered.errors import CorruptError, InvalidError
-from dcp_tiered.tiers.s3 import _Window, part_size
+from dcp_tiered.tiers.s3 import part_size
+from dcp_tiered.tiers.s3_body import Window, send_in_blocks
 from tests.support.sources import BytesSource, pattern
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -58,7 +60,7 @@ def test_a_window_reads_as_a_file_of_its_bytes_does(
     data = pattern(length + start + 10)
     source = BytesSource(data)
     part = data[start : start + length]
-    window = _Window("k", source, start, length, BytesSource(part).crc32c)
+    window = Window("k", source, start, length, BytesSource(part).crc32c)
     file = io.BytesIO(part)
     assert len(window) == length
     for step in steps:
@@ -72,7 +74,7 @@ def test_a_window_reads_as_a_file_of_its_bytes_does(
 def test_a_window_keeps_the_end_of_damaged_bytes_back() -> None:
     """So that no store, however careless, can take them for a whole object."""
     source = BytesSource(pattern(1000))
-    window = _Window("k", source, 0, 1000, source.crc32c ^ 1)
+    window = Window("k", source, 0, 1000, source.crc32c ^ 1)
     for _ in range(2):
         window.seek(0)
         assert len(window.read(999)) == 999
@@ -83,8 +85,22 @@ def test_a_window_keeps_the_end_of_damaged_bytes_back() -> None:
 def test_a_window_of_a_stopped_upload_ends() -> None:
     source = BytesSource(pattern(1000))
     stop = threading.Event()
-    window = _Window("k", source, 0, 1000, source.crc32c, stop)
+    window = Window("k", source, 0, 1000, source.crc32c, stop)
     window.read(10)
     stop.set()
     with pytest.raises(InterruptedError):
         window.read(10)
+
+
+@pytest.mark.parametrize("length", [0, 1, 256 << 10, (256 << 10) + 1, 1_000_000])
+def test_a_body_is_sent_in_large_blocks_and_again_from_its_start(length: int) -> None:
+    source = BytesSource(pattern(length))
+    body = SimpleNamespace(
+        body=Window("k", source, 0, length, source.crc32c), headers={"Content-Length": str(length)}
+    )
+    send_in_blocks(body)
+    for _ in range(2):
+        blocks = list(body.body)
+        assert b"".join(blocks) == source.data
+        assert len(blocks) == -(-length // (256 << 10))
+        body.body.seek(0)

@@ -1,0 +1,87 @@
+"""Every metric: name, unit, labels. `TieredWriter.metrics` and `TieredReader.metrics` give values.
+
+Names follow Prometheus: a base unit in the name, `_total` for what only grows. Values belong to one
+process: where DCP saves in another one (PROCESS), that one counts what is written.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Sample = tuple["Metric", Mapping[str, str], float]
+"""A metric, its labels, and its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A name and what it means."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def is_counter(self) -> bool:
+        """Tell whether it only grows."""
+        return self.name.endswith("_total")
+
+
+STALL = Metric(
+    "dcp_tiered_stall_seconds_total",
+    "Time that async saves waited until the staged copy of the save before them was written",
+)
+STAGE = Metric("dcp_tiered_stage_seconds_total", "Time that staging took, without that wait")
+STAGE_BYTES = Metric("dcp_tiered_stage_buffer_bytes", "Size of the staging buffer")
+WRITE = Metric("dcp_tiered_write_seconds_total", "Time to write and sync shard files")
+WRITE_BYTES = Metric("dcp_tiered_write_bytes_total", "Bytes of shard files written")
+READ = Metric("dcp_tiered_read_seconds_total", "Time to read, verify and copy")
+READ_BYTES = Metric("dcp_tiered_read_bytes_total", "Bytes read, by tier", ("tier",))
+ARENA_BYTES = Metric("dcp_tiered_arena_bytes", "Memory that the I/O buffers take", ("use",))
+ARENA_BYTES_MAX = Metric("dcp_tiered_arena_bytes_max", "Memory that they may take", ("use",))
+ARENA_WAITS = Metric(
+    "dcp_tiered_arena_waits_total", "How often work had to wait for an I/O buffer", ("use",)
+)
+ARENA_WAIT = Metric(
+    "dcp_tiered_arena_wait_seconds_total", "Time that work waited for an I/O buffer", ("use",)
+)
+
+
+def flat(samples: Iterable[Sample]) -> dict[str, float]:
+    """Return samples by name, with labels as in `name{tier="local"}`."""
+    return {_key(metric, labels): value for metric, labels, value in samples}
+
+
+def _key(metric: Metric, labels: Mapping[str, str]) -> str:
+    text = ",".join(f'{name}="{labels[name]}"' for name in metric.labels)
+    return f"{metric.name}{{{text}}}" if text else metric.name
+
+
+class Source(Protocol):
+    """What has metrics: a writer or a reader."""
+
+    def samples(self) -> Iterable[Sample]:
+        """Return the current values."""
+        ...
+
+
+class PrometheusCollector:
+    """Hand a writer's or reader's metrics to `prometheus_client.REGISTRY.register`.
+
+    Needs the extra: `pip install 'dcp-tiered[metrics]'`.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def collect(self) -> Iterator[Any]:
+        """Yield metric families, as prometheus_client asks for them."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        families: dict[str, Any] = {}
+        for metric, labels, value in self._source.samples():
+            kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
+            family = families.setdefault(
+                metric.name, kind(metric.name, metric.help, labels=metric.labels)
+            )
+            family.add_metric([labels[name] for name in metric.labels], value)
+        yield from families.values()
