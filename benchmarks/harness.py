@@ -28,12 +28,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from awscrt.checksums import crc32c
 from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 GB = 10**9
 PAGE_BYTES = mmap.PAGESIZE
+_BLOCK_BYTES = 256 << 10
 _REQUEST_BYTES = 16 << 20
 _THREADS = 2
 _LAYERS = 16
@@ -457,6 +459,41 @@ class WarmCopy:
             for target, source in self._pairs:
                 target.copy_(source)
         return sample
+
+
+class Floor:
+    """What a copy and a checksum of a state take by themselves, in seconds of CPU per GB.
+
+    The copy is one thread's, to warm memory; CRC32C is taken block by block from memory that is not
+    in the cache, as that of a file that was read.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._parts = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in tensors_of(state)]
+        self._target = np.zeros(max(map(len, self._parts)), dtype=np.uint8)
+        self._size = bytes_of(state)
+        self.copies: list[float] = []
+        self.checksums: list[float] = []
+
+    def run(self) -> None:
+        """Measure once more."""
+        with clock() as sample:
+            for part in self._parts:
+                np.copyto(self._target[: len(part)], part)
+        self.copies.append(sample.cpu_s / (self._size / GB))
+        with clock() as sample:
+            for part in self._parts:
+                data = part.data
+                for at in range(0, len(data), _BLOCK_BYTES):
+                    crc32c(data[at : at + _BLOCK_BYTES])
+        self.checksums.append(sample.cpu_s / (self._size / GB))
+
+    def details(self) -> dict[str, float]:
+        """Return the medians."""
+        return {
+            "copy_cpu_s_per_gb": median(self.copies),
+            "crc32c_cpu_s_per_gb": median(self.checksums),
+        }
 
 
 def settle(directory: Path) -> None:

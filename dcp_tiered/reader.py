@@ -284,13 +284,16 @@ class TieredReader(StorageReader):
             return read, future.result()
 
         def release() -> None:
-            buffer = waiting.popleft()[1]
+            read, buffer, _ = waiting.popleft()
+            read.pieces.clear()  # there may be a million
             if len(buffer) == self._arena.buffer_bytes:
                 self._arena.give_back(buffer)
 
         try:
             for read in reads:
-                if len(waiting) == self._arena.count:
+                # What is larger than a buffer takes memory of its own, when nothing else does.
+                is_large = read.end - read.start > self._arena.buffer_bytes
+                while waiting and (is_large or len(waiting) == self._arena.count):
                     yield deliver()
                     release()
                 buffer = self._prepare(load, read, planner)
@@ -316,7 +319,6 @@ class TieredReader(StorageReader):
             if where is not None and where % load.access.alignment(read.shard) == 0:
                 first.address = None
                 return memory_at(where, length)
-        # A single object larger than a buffer gets memory of its own.
         small = length <= self._arena.buffer_bytes
         return self._arena.take() if small else memoryview(bytearray(length))
 
