@@ -159,7 +159,7 @@ def open_file(fd: int, backend: Backend) -> Any:
     library = load()
     if library.pid != os.getpid():
         raise InvalidError(
-            "KvikIO cannot be used in a forked process: its threads stayed in the parent",
+            "a forked process cannot use KvikIO: its threads stayed in the parent",
             "local",
             None,
             "Start processes that save CUDA tensors with 'spawn'.",
