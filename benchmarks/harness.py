@@ -32,6 +32,8 @@ from awscrt.checksums import crc32c
 from rich.console import Console
 from rich.table import Table
 
+from dcp_tiered.cli.doctor import file_system
+
 ROOT = Path(__file__).resolve().parent.parent
 GB = 10**9
 PAGE_BYTES = mmap.PAGESIZE
@@ -231,21 +233,10 @@ def machine(directory: Path) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES,
         "kernel": os.uname().release,
-        "fs": _file_system(directory),
+        "fs": file_system(directory),
         "load": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
     }
-
-
-def _file_system(directory: Path) -> str:
-    """Return type and source of the mount that holds a directory."""
-    device = directory.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-        mount, _, source = line.partition(" - ")
-        if mount.split()[2] == wanted:
-            return " ".join(source.split()[:2])
-    return "unknown"
 
 
 # --------------------------------------------------------------------------- how it is measured

@@ -68,7 +68,7 @@ def _examine(path: Path) -> dict[str, Any]:
     device = probe_gds(path)
     return {
         "path": str(path),
-        "file_system": _file_system(path),
+        "file_system": file_system(path),
         "bytes_free": free,
         "shm_bytes_free": _bytes_free(_SHM) if _SHM.is_dir() else None,
         "direct": mount.direct,
@@ -90,7 +90,7 @@ def _shm_text(free: int | None) -> str:
     return "there is none" if free is None else common.size(free)
 
 
-def _file_system(path: Path) -> str:
+def file_system(path: Path) -> str:
     """Return type and source of the mount, from proc(5): mountinfo."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
