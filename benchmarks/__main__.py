@@ -5,12 +5,15 @@ import sys
 import benchmarks
 from benchmarks import (
     cpu_per_gb,
+    flush_vs_clients,
     harness,
     load_vs_line_rate,
     many_tensors,
     memory,
+    objects_per_checkpoint,
     save_vs_line_rate,
     stall_vs_copy,
+    time_to_durable,
     trainer_interference,
 )
 
@@ -22,6 +25,9 @@ ALL: dict[str, harness.Run] = {
     "many_tensors": many_tensors.run,
     "load_vs_line_rate": load_vs_line_rate.run,
     "memory": memory.run,
+    "flush_vs_clients": flush_vs_clients.run,
+    "time_to_durable": time_to_durable.run,
+    "objects_per_checkpoint": objects_per_checkpoint.run,
 }
 
 if __name__ == "__main__":

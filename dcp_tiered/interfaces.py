@@ -57,14 +57,14 @@ class Tier(Protocol):
         """
         ...
 
-    def upload(self, key: str, source: Source) -> ObjectInfo | None:
+    def upload(self, key: str, source: Source) -> ObjectInfo:
         """Create a large object: when this returns it survives a crash and is visible whole.
 
         A key is only ever uploaded with the same bytes, so an object that is there already and has
         the right length and checksum is a success.
 
         Returns:
-            What the store says of the object, as `head` would; None where nothing was said.
+            What the store says of the object, as `head` would.
 
         Raises:
             CorruptError: The bytes of the source do not have the checksum they should have, and

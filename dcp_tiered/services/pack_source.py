@@ -1,15 +1,28 @@
 """The bytes of a pack, read from the shard files it is made of, without building it anywhere."""
 
 import os
+import threading
 from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from awscrt.checksums import crc32c
+import numpy as np
+from awscrt.checksums import combine_crc32c, crc32c
 
-from dcp_tiered.errors import CorruptError, from_os_error
-from dcp_tiered.format.pack import Pack
+from dcp_tiered.errors import CorruptError, InvalidError, from_os_error
+from dcp_tiered.format.columns import Array
+from dcp_tiered.format.footer import TRAILER_BYTES, decode_trailer
+from dcp_tiered.format.pack import Pack, PackedShard
+from dcp_tiered.format.shardfile import (
+    BLOCK_BYTES,
+    END_MAGIC,
+    LARGE_BYTES,
+    Index,
+    decode_index,
+)
 
 _CHECK_BYTES = 8 << 20
 _DAMAGED_HINT = (
@@ -29,6 +42,8 @@ class PackSource:
         self._shards = pack.shards
         self._directory = directory
         self._fds: list[int] = []
+        self._blocks: _Blocks | None = None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         try:
@@ -84,6 +99,50 @@ class PackSource:
             raise CorruptError(f"shard file ends at {at} bytes", "local", path, _DAMAGED_HINT)
         return data
 
+    def checksum(self, length: int, start: int) -> int:
+        """Return the CRC32C of a range of the pack.
+
+        The shard files' footers know the checksums of most blocks; what lies between is read.
+        """
+        blocks = self._known()
+        crc, at, end = 0, start, start + length
+        first, last = np.searchsorted(blocks.ends, (start, end), side="right")
+        for number in range(int(first), int(last)):
+            begin, block_end = int(blocks.starts[number]), int(blocks.ends[number])
+            if begin < at:
+                continue  # begins before the range
+            crc = combine_crc32c(
+                self._sum(crc, at, begin), int(blocks.crcs[number]), block_end - begin
+            )
+            at = block_end
+        return self._sum(crc, at, end)
+
+    def _sum(self, crc: int, at: int, end: int) -> int:
+        while at < end:
+            data = self.pread(min(_CHECK_BYTES, end - at), at)
+            crc = crc32c(data, crc)
+            at += len(data)
+        return crc
+
+    def _known(self) -> "_Blocks":
+        with self._lock:
+            if self._blocks is None:
+                self._blocks = _Blocks.join([self._blocks_of(shard) for shard in self._shards])
+            return self._blocks
+
+    def _blocks_of(self, shard: PackedShard) -> "_Blocks":
+        try:
+            return _Blocks.of(shard, self._index(shard))
+        except (CorruptError, InvalidError):
+            # Then nothing is known and all is read; whoever sums it up finds what is wrong.
+            return _Blocks.join([])
+
+    def _index(self, shard: PackedShard) -> Index:
+        size = min(TRAILER_BYTES, shard.length)
+        end = self.pread(size, shard.start + shard.length - size)
+        trailer = decode_trailer(end, shard.length, END_MAGIC)
+        return decode_index(trailer, self.pread(trailer.stored_length, shard.start + trailer.start))
+
     def check(self) -> None:
         """Read every shard file and name the first one that is not what was saved.
 
@@ -107,3 +166,33 @@ class PackSource:
     def _close(self) -> None:
         while self._fds:
             os.close(self._fds.pop())
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Where in a pack blocks of known checksum lie, in order of their place."""
+
+    starts: Array
+    ends: Array
+    crcs: Array
+
+    @classmethod
+    def of(cls, shard: PackedShard, index: Index) -> Self:
+        """Return the blocks of the large items of a shard file."""
+        rows = np.flatnonzero(index.length >= LARGE_BYTES)
+        rows = rows[np.argsort(index.start[rows], kind="stable")]
+        counts = -(-index.length[rows] // BLOCK_BYTES)
+        firsts = np.cumsum(counts) - counts
+        within = np.arange(int(counts.sum())) - np.repeat(firsts, counts)
+        starts = np.repeat(index.start[rows], counts) + within * BLOCK_BYTES
+        item_ends = np.repeat(index.start[rows] + index.length[rows], counts)
+        ends = np.minimum(starts + BLOCK_BYTES, item_ends)
+        crcs = index.crcs[np.repeat(index.crcs_start[rows], counts) + within]
+        return cls(starts + shard.start, ends + shard.start, crcs)
+
+    @classmethod
+    def join(cls, parts: Sequence["_Blocks"]) -> Self:
+        """Return the blocks of shard files that follow each other."""
+        empty = np.zeros(0, dtype="i8")
+        names = ("starts", "ends", "crcs")
+        return cls(*(np.concatenate([empty, *(getattr(p, name) for p in parts)]) for name in names))

@@ -10,7 +10,7 @@ from dcp_tiered.format import layout
 from dcp_tiered.format.columns import canonical_json, parse_json
 from dcp_tiered.format.footer import TRAILER_BYTES
 from dcp_tiered.format.pack import Pack, decode_pack, decode_pack_trailer
-from dcp_tiered.interfaces import LocalTier, Tier
+from dcp_tiered.interfaces import LocalTier, ObjectInfo, Tier
 from dcp_tiered.services.pack_source import PackSource
 
 _OK_BYTES_MAX = 1 << 16
@@ -31,11 +31,11 @@ class PackStore:
         if not self.is_verified(checkpoint_id, pack):
             with PackSource(self.local.root / checkpoint_id, pack) as source:
                 try:
-                    self.durable.upload(key, source)
+                    said = self.durable.upload(key, source)
                 except CorruptError:
                     source.check()  # says which file it is, if the fault is on this side
                     raise
-            self._verify_upload(checkpoint_id, pack)
+            self._verify_upload(checkpoint_id, pack, said)
 
     def is_verified(self, checkpoint_id: str, pack: Pack) -> bool:
         """Tell whether the store holds exactly this pack and that has been verified.
@@ -82,9 +82,8 @@ class PackStore:
         except (AbsentError, CorruptError):
             return None
 
-    def _verify_upload(self, checkpoint_id: str, pack: Pack) -> None:
+    def _verify_upload(self, checkpoint_id: str, pack: Pack, info: ObjectInfo) -> None:
         key = layout.key(checkpoint_id, pack.name)
-        info = self.durable.head(key)
         if info.length != pack.length:
             raise UnavailableError(
                 f"store has {info.length} of {pack.length} bytes",

@@ -77,11 +77,12 @@ class PosixTier:
                 _write_all(staged.fd, data)
             staged.seal()
 
-    def upload(self, key: str, source: Source) -> None:
+    def upload(self, key: str, source: Source) -> ObjectInfo:
         """Create a large object durably; see `Tier.upload`."""
+        there = ObjectInfo(key=key, length=source.length)
         with contextlib.suppress(AbsentError):
             self._check_same(key, source)
-            return
+            return there
         with self.create(key) as staged:
             crc = position = 0
             while position < source.length:
@@ -101,6 +102,7 @@ class PosixTier:
                 staged.seal()
             except AlreadyExistsError:
                 self._check_same(key, source)
+        return there
 
     def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole; see `Tier.get`."""

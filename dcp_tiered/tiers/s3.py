@@ -6,31 +6,27 @@ window on the source that is re-read on every try, and its CRC32C goes along for
 """
 
 import logging
-import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing
-from io import RawIOBase
 from typing import Any
 
 from awscrt.checksums import combine_crc32c, crc32c
 
 from dcp_tiered.errors import (
     AbsentError,
+    AlreadyExistsError,
     CorruptError,
     InvalidError,
     TieredError,
     UnavailableError,
 )
 from dcp_tiered.interfaces import ObjectInfo, Source
-from dcp_tiered.tiers.s3_requests import (
-    S3Requests,
-    crc_header,
-    crc_value,
-    too_short,
-    transport_errors,
-)
+from dcp_tiered.tiers.s3_body import Window, damaged
+from dcp_tiered.tiers.s3_errors import ChecksumRefusedError, too_short, transport_errors
+from dcp_tiered.tiers.s3_requests import S3Requests, crc_header, crc_value
 
 _log = logging.getLogger(__name__)
 
@@ -41,10 +37,11 @@ _PART_BYTES_MAX = 5 << 30
 
 _PART_THREADS = 3
 _READ_BYTES = 256 << 10
-_SUM_BYTES = 1 << 20
-_UPLOADS_MAX = 2
+_BYTES_PER_SECOND_MIN = 256 << 10
+"""An upload slower than this is not tried on: see `S3Tier.upload`."""
 _TIDY_S = 5.0
 """Aborting what is left of an upload is a courtesy, and not waited for longer than this."""
+_ASK = {"ChecksumMode": "ENABLED"}
 _ALGORITHM = {"ChecksumAlgorithm": "CRC32C", "ChecksumType": "FULL_OBJECT"}
 
 
@@ -75,35 +72,52 @@ class S3Tier:
             bucket, options, request_timeout_s=request_timeout_s, request_retry_s=request_retry_s
         )
         self._part_bytes = part_bytes
+        self._retry_s = request_retry_s
         self._bucket_answers = False
+        self._takes_sums = True
         self.url = f"s3://{path}"
 
     def __repr__(self) -> str:
         return f"S3Tier({self.url})"
 
     def put(self, key: str, data: bytes) -> None:
-        """Create a small object; see `Tier.put`."""
-        self._call(
-            "put_object", key, Body=data, IfNoneMatch="*", ChecksumCRC32C=crc_header(crc32c(data))
-        )
+        """Create a small object; see `Tier.put`.
 
-    def upload(self, key: str, source: Source) -> None:
+        Raises:
+            CorruptError: The store gives no checksum back, and the bytes read back are others.
+        """
+        sums = {"ChecksumCRC32C": crc_header(crc32c(data))}
+        reply = self._summed("put_object", key, sums, Body=data, IfNoneMatch="*")
+        if _whole_crc(reply) is None and self.get(key, len(data)) != data:
+            raise CorruptError(
+                "object reads back with other bytes than were sent", self.name, self._where(key)
+            )
+
+    def upload(self, key: str, source: Source) -> ObjectInfo:
         """Create a large object; see `Tier.upload`.
 
-        The name is unique to its bytes, so the last request needs no condition.
+        Its requests are tried again until `request_retry_s` and a time that its length allows for
+        are over, however many there are. What the store says of it comes from the last reply, or
+        from one more request where that carries no checksum of the whole object.
+
+        Raises:
+            UnavailableError: The store accepts the object and has something else.
         """
-        found = self._find(key)
-        if found is not None:
-            if not _same(found, source):
-                raise CorruptError(
-                    "object is there with other bytes than ours", self.name, self._where(key)
-                )
-            return
-        for _ in range(_UPLOADS_MAX):
-            self._send(key, source)
+        until = time.monotonic() + self._retry_s + source.length / _BYTES_PER_SECOND_MIN
+        part = part_size(source.length, self._part_bytes)
+        in_parts = source.length > part
+        # What is sent in one request carries a condition instead, and so needs no look before.
+        if in_parts and (found := self._find(key)) is not None:
+            return self._ours(found, source)
+        for replace in (False, True):
+            if in_parts:
+                info = self._put_parts(key, source, part, until)
+            else:
+                info = self._put_whole(key, source, until, {} if replace else {"IfNoneMatch": "*"})
             # Stores have answered 200 for objects that were short by whole parts, or not there.
-            if _same(self._find(key), source):
-                return
+            info = info or self._find(key)
+            if info is not None and _same(info, source):
+                return info
         raise UnavailableError(
             "store accepted an object and has something else",
             self.name,
@@ -128,7 +142,7 @@ class S3Tier:
                     raise OSError(f"reply has other than {length} bytes")
                 return bytes(buffer)
 
-        data: bytes = self._call("get_object", key, use=read, ChecksumMode="ENABLED")
+        data: bytes = self._summed("get_object", key, _ASK, use=read)
         return data
 
     def read_alignment(self, key: str) -> int:
@@ -163,17 +177,14 @@ class S3Tier:
     def head(self, key: str) -> ObjectInfo:
         """Return length and the checksum of the whole object, if the store keeps one."""
         try:
-            reply = self._call("head_object", key, ChecksumMode="ENABLED")
+            reply = self._summed("head_object", key, _ASK)
         except AbsentError:
             # A reply to HEAD has no body that could say why: a bucket that is not there, or a web
             # server that is no store at all, gives the same 404 as an object that is not there.
             if not self._bucket_answers:
                 next(self._pages(Prefix=f"{self._prefix}/", MaxKeys=1))
             raise
-        stored = reply.get("ChecksumCRC32C")
-        whole = reply.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
-        crc = crc_value(stored) if stored and whole and "-" not in stored else None
-        return ObjectInfo(key=key, length=int(reply["ContentLength"]), crc32c=crc)
+        return ObjectInfo(key=key, length=int(reply["ContentLength"]), crc32c=_whole_crc(reply))
 
     def list_keys(self, prefix: str) -> Iterator[str]:
         """Yield every key below a directory; see `Tier.list_keys`."""
@@ -210,70 +221,101 @@ class S3Tier:
         except AbsentError:
             return None
 
-    def _send(self, key: str, source: Source) -> None:
-        part = part_size(source.length, self._part_bytes)
-        if source.length > part:
-            self._put_parts(key, source, part)
-            return
-        if not source.length and source.crc32c:
-            raise _damaged(key)
-        self._call(
-            "put_object",
-            key,
-            fresh=lambda: {"Body": _Window(key, source, 0, source.length, source.crc32c)},
-            ContentLength=source.length,
-            ChecksumCRC32C=crc_header(source.crc32c),
-        )
+    def _ours(self, found: ObjectInfo, source: Source) -> ObjectInfo:
+        """Return what is there if it is the source."""
+        if not _same(found, source):
+            raise CorruptError(
+                "object is there with other bytes than ours", self.name, self._where(found.key)
+            )
+        return found
 
-    def _put_parts(self, key: str, source: Source, part: int) -> None:
+    def _put_whole(
+        self, key: str, source: Source, until: float, condition: dict[str, str]
+    ) -> ObjectInfo | None:
+        """Send a source in one request; return what the reply says of the object, if anything."""
+        if not source.length and source.crc32c:
+            raise damaged(key)
+        try:
+            reply = self._summed(
+                "put_object",
+                key,
+                {"ChecksumCRC32C": crc_header(source.crc32c)},
+                fresh=lambda: {"Body": Window(key, source, 0, source.length, source.crc32c)},
+                until=until,
+                ContentLength=source.length,
+                **condition,
+            )
+        except AlreadyExistsError:
+            # Perhaps by an earlier try of ours whose reply was lost.
+            found = self._find(key)
+            return found and self._ours(found, source)
+        return _said(key, source, reply)
+
+    def _put_parts(self, key: str, source: Source, part: int, until: float) -> ObjectInfo | None:
+        """Send a source in parts; return what the reply says of the object, if anything."""
+
         def begin() -> dict[str, str]:
             # On every try: one whose reply is lost leaves an upload that nobody knows the id of.
             self._abort_stale(key)
-            return _ALGORITHM
+            return {}
 
-        upload = self._call("create_multipart_upload", key, fresh=begin)["UploadId"]
+        made = self._summed("create_multipart_upload", key, _ALGORITHM, fresh=begin, until=until)
+        upload = made["UploadId"]
         try:
-            parts = self._send_parts(key, source, part, upload)
-            self._complete(key, source, upload, parts)
+            parts = self._send_parts(key, source, part, upload, until)
+            return self._complete(key, source, upload, parts, until)
         except BaseException:
             self._abort(key, upload)
             raise
 
-    def _complete(self, key: str, source: Source, upload: str, parts: list[Any]) -> None:
+    def _complete(
+        self, key: str, source: Source, upload: str, parts: list[dict[str, Any]], until: float
+    ) -> ObjectInfo | None:
+        plain = [{name: one[name] for name in ("PartNumber", "ETag")} for one in parts]
+        sums = {
+            "MultipartUpload": {"Parts": parts},
+            "ChecksumType": "FULL_OBJECT",
+            "ChecksumCRC32C": crc_header(source.crc32c),
+        }
         try:
-            self._call(
+            reply = self._summed(
                 "complete_multipart_upload",
                 key,
+                sums,
+                until=until,
                 UploadId=upload,
-                MultipartUpload={"Parts": parts},
-                ChecksumType="FULL_OBJECT",
-                ChecksumCRC32C=crc_header(source.crc32c),
+                MultipartUpload={"Parts": plain},
             )
         except TieredError:
             # A Complete whose reply was lost comes back as NoSuchUpload: what is there decides.
-            if not _same(self._find(key), source):
+            found = self._find(key)
+            if found is None or not _same(found, source):
                 raise
+            return found
+        return _said(key, source, reply)
 
-    def _send_parts(self, key: str, source: Source, part: int, upload: str) -> list[Any]:
+    def _send_parts(
+        self, key: str, source: Source, part: int, upload: str, until: float
+    ) -> list[dict[str, Any]]:
         stop = threading.Event()
 
         def send(number: int) -> tuple[int, int, dict[str, Any]]:
             start = number * part
             length = min(part, source.length - start)
-            # Read once for the checksum, which goes ahead of the bytes, and once to be sent.
-            crc = _sum(source, start, length, stop)
-            reply = self._call(
+            crc = source.checksum(length, start)
+            sums = {"ChecksumCRC32C": crc_header(crc)}
+            reply = self._summed(
                 "upload_part",
                 key,
-                fresh=lambda: {"Body": _Window(key, source, start, length, crc, stop)},
+                sums,
+                fresh=lambda: {"Body": Window(key, source, start, length, crc, stop)},
                 stop=stop,
+                until=until,
                 UploadId=upload,
                 PartNumber=number + 1,
                 ContentLength=length,
-                ChecksumCRC32C=crc_header(crc),
             )
-            entry = {"PartNumber": number + 1, "ETag": reply["ETag"]}
-            return crc, length, entry | {"ChecksumCRC32C": crc_header(crc)}
+            return crc, length, {"PartNumber": number + 1, "ETag": reply["ETag"]} | sums
 
         count = -(-source.length // part)
         with ThreadPoolExecutor(_PART_THREADS, "dcp-tiered-part") as pool:
@@ -293,7 +335,7 @@ class S3Tier:
             total = combine_crc32c(total, crc, length)
             entries.append(entry)
         if total != source.crc32c:
-            raise _damaged(key)
+            raise damaged(key)
         return entries
 
     def _abort_stale(self, key: str) -> None:
@@ -315,6 +357,35 @@ class S3Tier:
             if "NoSuchUpload" not in exc.message:
                 _log.warning("cannot abort the upload of %s, its parts stay: %s", key, exc.message)
 
+    def _summed(self, operation: str, key: str, sums: Mapping[str, Any], **arguments: Any) -> Any:
+        """Send a request with checksums, or without them to a store that refuses them.
+
+        That it is the checksums which it refuses is believed when the same request works without
+        them. The object is then read back: see `put`, and `PackStore` for what is uploaded.
+        """
+        if not self._takes_sums:
+            return self._call(operation, key, **arguments)
+        try:
+            return self._call(operation, key, **(arguments | dict(sums)))
+        except ChecksumRefusedError as exc:
+            refused = exc
+        try:
+            reply = self._call(operation, key, **arguments)
+        except AbsentError:
+            self._stop_sums(refused)
+            raise
+        self._stop_sums(refused)
+        return reply
+
+    def _stop_sums(self, refused: TieredError) -> None:
+        if self._takes_sums:
+            self._takes_sums = False
+            _log.warning(
+                "%s takes no checksums; what is sent there is read back instead: %s",
+                self.url,
+                refused.message,
+            )
+
     def _call(self, operation: str, key: str | None, **arguments: Any) -> Any:
         full = None if key is None else self._key(key)
         reply = self._requests.call(operation, full, **arguments)
@@ -326,62 +397,6 @@ class S3Tier:
 
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}"
-
-
-class _Window(RawIOBase):
-    """A seekable view of a part of a source, so that a part never lies in memory as a whole.
-
-    It takes the checksum as it goes and does not hand out its last bytes when that is wrong: the
-    request breaks off, and damaged bytes become visible not even on a store that checks nothing.
-    """
-
-    def __init__(
-        self,
-        key: str,
-        source: Source,
-        start: int,
-        length: int,
-        crc: int,
-        stop: threading.Event | None = None,
-    ) -> None:
-        super().__init__()
-        self._key, self._source, self._start, self._length = key, source, start, length
-        self._expected, self._stop = crc, stop
-        self._at = self._summed = self._crc = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = origin + offset
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = self._length - self._at
-        count = left if size is None or size < 0 else min(size, left)
-        if count <= 0:
-            return b""
-        _go_on(self._stop)
-        data = self._source.pread(count, self._start + self._at)
-        if self._at == 0:
-            self._summed = self._crc = 0
-        if self._at == self._summed:
-            self._crc = crc32c(data, self._crc)
-            self._summed += len(data)
-        self._at += len(data)
-        if self._summed == self._length and self._crc != self._expected:
-            raise _damaged(self._key)
-        return data
 
 
 def part_size(length: int, wanted: int) -> int:
@@ -401,26 +416,25 @@ def part_size(length: int, wanted: int) -> int:
     return min(size, _PART_BYTES_MAX)
 
 
-def _same(found: ObjectInfo | None, source: Source) -> bool:
+def _same(found: ObjectInfo, source: Source) -> bool:
     """Tell whether what is there is the source, as far as the store can say."""
-    if found is None or found.length != source.length:
-        return False
-    return found.crc32c in (None, source.crc32c)
+    return found.length == source.length and found.crc32c in (None, source.crc32c)
 
 
-def _sum(source: Source, start: int, length: int, stop: threading.Event) -> int:
-    crc, done = 0, 0
-    while done < length:
-        _go_on(stop)
-        data = source.pread(min(_SUM_BYTES, length - done), start + done)
-        crc = crc32c(data, crc)
-        done += len(data)
-    return crc
+def _said(key: str, source: Source, reply: Mapping[str, Any]) -> ObjectInfo | None:
+    """Return what a reply says of an object that has just been sent, None when it says too little.
+
+    An object that is short by some bytes or by whole parts would have another checksum.
+    """
+    crc = _whole_crc(reply)
+    return None if crc is None else ObjectInfo(key=key, length=source.length, crc32c=crc)
 
 
-def _go_on(stop: threading.Event | None) -> None:
-    if stop is not None and stop.is_set():
-        raise InterruptedError("another part of the upload failed")
+def _whole_crc(reply: Mapping[str, Any]) -> int | None:
+    """Return the CRC32C of the whole object from a reply, None for that of parts or for none."""
+    stored = reply.get("ChecksumCRC32C")
+    whole = reply.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
+    return crc_value(stored) if stored and whole and "-" not in stored else None
 
 
 def _filling(stream: Any, buffer: memoryview) -> Iterator[int]:
@@ -433,12 +447,3 @@ def _filling(stream: Any, buffer: memoryview) -> Iterator[int]:
         buffer[done : done + len(data)] = data
         done += len(data)
         yield len(data)
-
-
-def _damaged(key: str) -> CorruptError:
-    return CorruptError(
-        "bytes to upload do not have the checksum that they were saved with",
-        "local",
-        key,
-        "The local copy is damaged: look at 'dmesg' for the device and save again.",
-    )

@@ -4,7 +4,9 @@ s3fs is what users know, so options are read as s3fs reads them.
 """
 
 import base64
+import functools
 import logging
+import math
 import os
 import random
 import struct
@@ -15,51 +17,27 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from dcp_tiered.errors import (
-    AbsentError,
-    AlreadyExistsError,
-    CorruptError,
-    InvalidError,
-    ResidencyError,
-    TieredError,
-    UnavailableError,
+from dcp_tiered.errors import InvalidError, ResidencyError, TieredError
+from dcp_tiered.tiers.s3_body import send_in_blocks
+from dcp_tiered.tiers.s3_errors import (
+    ELSEWHERE,
+    TIER,
+    ChecksumRefusedError,
+    is_expired,
+    lacks_credentials,
+    refuses_checksums,
+    translate,
 )
 
 _log = logging.getLogger(__name__)
 
-_TIER = "durable"
 _PAUSE_S_MAX = 8.0
-_RETRYABLE = {
-    "BadDigest",
-    "ConditionalRequestConflict",
-    "IncompleteBody",
-    "InternalError",
-    "OperationAborted",
-    "RequestTimeout",
-    "RequestTimeTooSkewed",
-    "ServiceUnavailable",
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
-    "TooManyRequests",
-    "XAmzContentSHA256Mismatch",
-}
-_RETRYABLE_STATUS = {429, 500, 502, 503, 504}
-_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
-_EXISTS = {"PreconditionFailed", "412"}
-_REDIRECTS = {
-    "IllegalLocationConstraintException",
-    "PermanentRedirect",
-    "Redirect",
-    "TemporaryRedirect",
-}
+_CREDENTIALS_S = 10.0
+"""How long to look for credentials: an instance's own service may be silent for a while, but who
+has forgotten to give any wants to know soon."""
 _CLIENT_OPTIONS = ("endpoint_url", "region_name", "use_ssl", "verify")
 _NOT_PASSED_ON = ("requester_pays", "s3_additional_kwargs")
 """Options of s3fs that change what a request means; ignoring them could store in the clear."""
-_ELSEWHERE = (
-    "Correct the URL, or name the region with s3={'client_kwargs': {'region_name': ...}} if that"
-    " place is meant; a redirect is never followed."
-)
 
 
 class S3Requests:
@@ -94,7 +72,7 @@ class S3Requests:
         ignored = [name for name in _NOT_PASSED_ON if options.get(name)]
         if ignored:
             raise InvalidError(
-                f"s3 option {ignored[0]} is not supported", _TIER, f"s3://{bucket}", "Leave it out."
+                f"s3 option {ignored[0]} is not supported", TIER, f"s3://{bucket}", "Leave it out."
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,6 +92,7 @@ class S3Requests:
         use: Callable[[Any], Any] | None = None,
         stop: threading.Event | None = None,
         retry_s: float | None = None,
+        until: float = math.inf,
         **arguments: Any,
     ) -> Any:
         """Send one request until it succeeds, fails for good, or its time is over.
@@ -125,6 +104,7 @@ class S3Requests:
             use: Consumes the reply within the retry, for replies that can break half way.
             stop: Ends the tries when somebody sets it.
             retry_s: How long to try, if not as long as usual.
+            until: When to try no more at the latest, by the monotonic clock.
             **arguments: botocore's arguments.
         """
         where = f"s3://{self.bucket}/{key or ''}"
@@ -133,7 +113,8 @@ class S3Requests:
             doing += f" of part {arguments['PartNumber']}"
         if key is not None:
             arguments["Key"] = key
-        deadline = time.monotonic() + (self._retry_s if retry_s is None else retry_s)
+        begun = time.monotonic()
+        deadline = min(begun + (self._retry_s if retry_s is None else retry_s), until)
         attempt = 0
         while True:
             attempt += 1
@@ -147,8 +128,14 @@ class S3Requests:
             except TieredError:
                 raise
             except Exception as exc:
-                error, retryable = self._translate(exc, f"{doing} on try {attempt}", where)
-                if _code(exc) in _EXPIRED:
+                said = f"{doing} on try {attempt}"
+                error, retryable = translate(exc, said, where, self._endpoint())
+                if refuses_checksums(exc, arguments):
+                    error = ChecksumRefusedError(error.message, error.tier, error.key, error.hint)
+                if lacks_credentials(exc):
+                    deadline = min(deadline, begun + _CREDENTIALS_S)
+                if is_expired(exc) or lacks_credentials(exc):
+                    # A new client looks credentials up afresh.
                     self._drop(client)
                 pause = random.uniform(0, min(_PAUSE_S_MAX, 0.2 * 2**attempt))  # noqa: S311 - jitter
                 if not retryable or time.monotonic() + pause > deadline:
@@ -194,6 +181,7 @@ class S3Requests:
         client |= {k: options[k] for k in _CLIENT_OPTIONS if options.get(k) is not None}
         # A session of its own: it looks credentials up afresh, and sessions are not thread-safe.
         session = botocore.session.Session(profile=options.get("profile"))
+        session.register_component("data_loader", _shared_loader())
         given = dict(options.get("config_kwargs") or {})
         s3 = {"payload_signing_enabled": False, **given.pop("s3", {})}
         if client.get("endpoint_url"):
@@ -221,79 +209,8 @@ class S3Requests:
             **client,
         )
         made.meta.events.register_first("before-send.s3", _Anchor(f"s3://{self.bucket}"))
+        made.meta.events.register_last("before-send.s3", send_in_blocks)
         return made
-
-    def _translate(self, exc: Exception, doing: str, where: str) -> tuple[TieredError, bool]:
-        """Return our error for botocore's, and whether another try may help."""
-        from botocore import exceptions, parsers
-
-        if isinstance(exc, exceptions.ClientError):
-            return self._refused(exc.response, doing, where)
-        inner = getattr(exc, "kwargs", {}).get("error")
-        if isinstance(inner, TieredError):
-            # The body could not be read: that is the fault of our disk, not of the network.
-            return inner, False
-        text = f"{doing} failed: {type(exc).__name__}: {exc}"
-        if isinstance(exc, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)):
-            hint = (
-                "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass s3={'key':, 'secret':}."
-            )
-            return InvalidError(text, _TIER, where, hint), False
-        if isinstance(exc, exceptions.FlexibleChecksumError):
-            hint = "The reply differs from what the store says it has; look at the network between."
-            return CorruptError(text, _TIER, where, hint), True
-        transient = (
-            *transport_errors(),
-            parsers.ResponseParserError,
-            exceptions.CredentialRetrievalError,
-            exceptions.MetadataRetrievalError,
-        )
-        if isinstance(exc, transient):
-            hint = f"Check that {self._endpoint()} is up and can be reached from this node."
-            return UnavailableError(text, _TIER, where, hint), True
-        return InvalidError(text, _TIER, where, "Check the s3 options."), False
-
-    def _refused(
-        self, response: Mapping[str, Any], doing: str, where: str
-    ) -> tuple[TieredError, bool]:
-        refusal = response.get("Error", {})
-        code = str(refusal.get("Code", ""))
-        meta = response.get("ResponseMetadata", {})
-        status = int(meta.get("HTTPStatusCode", 0))
-        text = f"{doing} answered {status} {code}"
-        # botocore overlooks the id where a reply has no body.
-        request = meta.get("RequestId") or meta.get("HTTPHeaders", {}).get("x-amz-request-id")
-        if request:
-            text += f", request {request}"
-        if code in _EXPIRED:
-            hint = "Renew the credentials; they are looked up again on every try."
-            return UnavailableError(text, _TIER, where, hint), True
-        if code in _EXISTS:
-            return AlreadyExistsError(f"object is there already: {text}", _TIER, where), False
-        if status == 404:  # noqa: PLR2004 - HTTP
-            return self._missing(code, text, where, is_head=doing.startswith("head_object")), False
-        if code in _RETRYABLE or status in _RETRYABLE_STATUS:
-            hint = "The store is overloaded or failing; the request is tried again."
-            return UnavailableError(text, _TIER, where, hint), True
-        if status == 416:  # noqa: PLR2004 - range not satisfiable
-            return too_short(where), False
-        if code in _REDIRECTS or 300 <= status < 400 or "Region" in refusal:  # noqa: PLR2004
-            text += f", region {refusal['Region']}" if "Region" in refusal else ""
-            return ResidencyError(f"bucket is elsewhere: {text}", _TIER, where, _ELSEWHERE), False
-        return _denied(status, text, where), False
-
-    def _missing(self, code: str, text: str, where: str, *, is_head: bool) -> TieredError:
-        """Return what a 404 means. Absent is only what the store itself says is absent (I8)."""
-        if code == "NoSuchKey" or (is_head and code in ("404", "NotFound")):
-            return AbsentError(f"no such object: {text}", _TIER, where)
-        if code == "NoSuchUpload":
-            hint = "Somebody aborted the upload; the next try starts a new one."
-            return UnavailableError(text, _TIER, where, hint)
-        if code == "NoSuchBucket":
-            hint = f"Create bucket {self.bucket!r} or correct the URL; it is never created here."
-            return InvalidError(f"no such bucket: {text}", _TIER, where, hint)
-        hint = f"Check that {self._endpoint()} is an S3 endpoint."
-        return InvalidError(f"not an answer of S3: {text}", _TIER, where, hint)
 
     def _endpoint(self) -> str:
         client = self._client
@@ -320,29 +237,10 @@ class _Anchor:
         if place != self._place:
             raise ResidencyError(
                 f"store redirects from {_said(self._place)} to {_said(place)}",
-                _TIER,
+                TIER,
                 self._where,
-                _ELSEWHERE,
+                ELSEWHERE,
             )
-
-
-def transport_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that mean a broken or silent connection."""
-    from botocore import exceptions
-    from urllib3.exceptions import HTTPError
-
-    return (
-        exceptions.HTTPClientError,
-        exceptions.ConnectionError,
-        exceptions.IncompleteReadError,
-        HTTPError,
-        OSError,
-    )
-
-
-def too_short(where: str) -> CorruptError:
-    """Return the error for an object that ends too early."""
-    return CorruptError("object ends before what was asked of it", _TIER, where)
 
 
 def crc_header(crc: int) -> str:
@@ -356,18 +254,16 @@ def crc_value(header: str) -> int:
     return value
 
 
-def _denied(status: int, text: str, where: str) -> InvalidError:
-    if status in (401, 403):
-        hint = (
-            "Check the key, the secret and the bucket policy for GetObject, PutObject, ListBucket."
-        )
-        return InvalidError(f"access denied: {text}", _TIER, where, hint)
-    return InvalidError(text, _TIER, where, "Check the URL and the s3 options.")
+@functools.cache
+def _shared_loader() -> Any:
+    """Return botocore's reader of its own data files.
 
+    Reading them takes nearly all of the time that a new client takes. Sessions only look at what it
+    has read, as the clients of one session do, so all of a process may share it.
+    """
+    import botocore.loaders
 
-def _code(exc: Exception) -> str:
-    response = getattr(exc, "response", None)
-    return str(response.get("Error", {}).get("Code")) if isinstance(response, dict) else ""
+    return botocore.loaders.create_loader()
 
 
 def _signing_region(headers: Any) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from awscrt.checksums import crc32c
 
 from dcp_tiered.errors import (
     AbsentError,
@@ -20,9 +21,12 @@ from dcp_tiered.errors import (
     TieredError,
     UnavailableError,
 )
+from dcp_tiered.interfaces import ObjectInfo
 from dcp_tiered.tiers.s3 import S3Tier
 from examples.seaweed import SeaweedS3
-from tests.support.s3_faults import (
+from tests.conftest import Run
+from tests.support import runs
+from tests.support.fault_proxy import (
     LOST_REPLY,
     REQUEST_ID,
     RESET,
@@ -121,6 +125,11 @@ ONCE = {
     "IncompleteBody": refuse(400, "IncompleteBody"),
     "ConditionalRequestConflict": refuse(409, "ConditionalRequestConflict"),
     "429": refuse(429, "TooManyRequests"),
+    "408": Fault(status=408),
+    "502": Fault(status=502),
+    "504": Fault(status=504),
+    "RequestTimeTooSkewed": refuse(403, "RequestTimeTooSkewed"),
+    "OperationAborted": refuse(409, "OperationAborted"),
     "garbled": Fault(status=503, reply_body=b"<html>bad gateway"),
     "reset": RESET,
     "reset in the body": Fault(reset_after=40_000),
@@ -135,7 +144,7 @@ def test_what_goes_wrong_once_is_tried_again(bench: Bench, fault: Fault) -> None
     bench.write("there.json", SMALL)
     bench.write("step-1/a", b"x")
     # A reply to HEAD has no body, so a refusal by code cannot reach it.
-    without_body = fault.status is not None and 400 <= fault.status < 429
+    without_body = fault.reply_body and fault.status is not None and 400 <= fault.status < 429
     faulty = set(OPERATIONS) - ({"HeadObject"} if without_body else set())
     if fault not in IN_PARTS:
         faulty -= {"CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"}
@@ -202,6 +211,22 @@ def test_a_store_that_stays_overloaded_is_reported(bench: Bench, operation: str)
     assert bench.open_uploads() == []
 
 
+def test_an_object_has_one_time_limit_however_many_requests_it_takes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O068: each part within its own time would be hours for an object of many parts."""
+    monkeypatch.setattr("dcp_tiered.tiers.s3._BYTES_PER_SECOND_MIN", 1 << 40)
+    tier = bench.tier(retry_s=1)
+    tier.put("a.json", SMALL)  # connects
+    bench.proxy.inject("CreateMultipartUpload", Fault(delay_s=1.5), times=1)
+    bench.proxy.inject("UploadPart", SLOW_DOWN)
+    with pytest.raises(UnavailableError, match="SlowDown"):
+        tier.upload("a.pack", BytesSource(LARGE))
+    paths = [request.path for request in bench.proxy.seen("UploadPart")]
+    assert len(paths) == len(set(paths)), "nothing is tried again once the time is over"
+    assert bench.open_uploads() == []
+
+
 @pytest.mark.parametrize(
     ("operation", "fault"),
     [
@@ -261,7 +286,7 @@ def test_denied_is_said_at_once_and_is_not_absent(bench: Bench, operation: str, 
     with pytest.raises(InvalidError, match="access denied"):
         OPERATIONS[operation](bench.tier())
     # Parts are on their way at the same time; none of them is tried a second time.
-    targets = [request.target for request in bench.proxy.seen(operation)]
+    targets = [request.path for request in bench.proxy.seen(operation)]
     assert len(targets) == len(set(targets))
     assert bench.open_uploads() == []
 
@@ -335,7 +360,7 @@ def test_expired_credentials_are_looked_up_again(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
 
     def is_old(request: Request) -> bool:
-        return "partNumber=1" not in request.target and asked.read_text().count("x") < 2
+        return "partNumber=1" not in request.path and asked.read_text().count("x") < 2
 
     bench.proxy.inject("UploadPart", refuse(400, "ExpiredToken"), when=is_old)
     bench.tier(key=None, secret=None).upload("a.pack", BytesSource(LARGE))
@@ -350,6 +375,31 @@ def test_credentials_that_stay_expired_are_reported(bench: Bench) -> None:
     with pytest.raises(UnavailableError, match="ExpiredToken") as raised:
         bench.tier(retry_s=0.3).put("a.json", SMALL)
     assert "Renew" in str(raised.value.hint)
+
+
+def test_credentials_that_come_late_are_found(
+    bench: Bench, s3_server: SeaweedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O073: an instance's own service may not answer at first."""
+    shared = tmp_path / "credentials"
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(shared))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    tier = bench.tier(retry_s=0.5, key=None, secret=None)
+    with pytest.raises(InvalidError, match="NoCredentialsError"):
+        tier.put("a.json", SMALL)
+    text = (
+        f"[default]\naws_access_key_id = {s3_server.access_key}\n"
+        f"aws_secret_access_key = {s3_server.secret_key}\n"
+    )
+    # In the middle of the next call, which looks for them again on every try.
+    later = threading.Timer(0.5, shared.write_text, (text,))
+    later.start()
+    bench.tier(retry_s=30, key=None, secret=None).put("a.json", SMALL)
+    later.join()
+    assert bench.read("a.json") == SMALL
 
 
 # ------------------------------------------------------------------------------ lost replies
@@ -429,12 +479,140 @@ def test_a_store_that_says_done_and_has_nothing_is_found_out(bench: Bench, data:
 
 
 def test_a_store_that_reports_a_short_object_is_found_out(bench: Bench) -> None:
-    """O065: 200 for an upload, and an object that lacks whole parts."""
+    """O065: 200 for an upload, no checksum, and an object that lacks whole parts."""
+    bench.proxy.inject("CompleteMultipartUpload", Fault(without=rb"<Checksum.*</Checksum[^>]*>"))
     bench.proxy.inject("HeadObject", Fault(), times=1)
     bench.proxy.inject("HeadObject", Fault(reply_headers={"content-length": str(PART_BYTES)}))
     with pytest.raises(UnavailableError, match="something else"):
         bench.tier().upload("a.pack", BytesSource(LARGE))
     assert len(bench.proxy.seen("CompleteMultipartUpload")) == 2
+
+
+@pytest.mark.parametrize("data", [SMALL, LARGE], ids=["whole", "parts"])
+def test_an_upload_costs_as_few_requests_as_can_be(bench: Bench, data: bytes) -> None:
+    """The store's word on the whole object comes with the last reply; nobody asks once more."""
+    info = bench.tier().upload("a.pack", BytesSource(data))
+    assert info == ObjectInfo(key="a.pack", length=len(data), crc32c=crc32c(data))
+    asked = [request.operation for request in bench.proxy.log]
+    parts = ["HeadObject", "ListObjectsV2", "CreateMultipartUpload", "ListMultipartUploads"]
+    parts += ["UploadPart"] * 3 + ["CompleteMultipartUpload"]
+    # A client that has never had an answer asks once whether the bucket is there.
+    assert sorted(asked) == (["PutObject"] if data is SMALL else sorted(parts))
+
+
+@pytest.mark.parametrize("data", [SMALL, LARGE], ids=["whole", "parts"])
+def test_a_reply_with_another_checksum_is_not_believed(bench: Bench, data: bytes) -> None:
+    """O065: the store has stored something, and says itself that it is not what was sent."""
+    wrong = "AAAAAA=="
+    xml = f"<CompleteMultipartUploadResult><ChecksumCRC32C>{wrong}</ChecksumCRC32C>"
+    lie = Fault(
+        status=200,
+        reply_headers={"etag": '"x"', "x-amz-checksum-crc32c": wrong},
+        reply_body=b"" if data is SMALL else f"{xml}</CompleteMultipartUploadResult>".encode(),
+    )
+    operation = "PutObject" if data is SMALL else "CompleteMultipartUpload"
+    bench.proxy.inject(operation, lie)
+    with pytest.raises(UnavailableError, match="something else"):
+        bench.tier().upload("a.pack", BytesSource(data))
+    assert len(bench.proxy.seen(operation)) == 2
+
+
+# ------------------------------------------------------------------------- refused checksums
+
+REFUSALS = {
+    "not implemented": refuse(501, "NotImplemented"),
+    "invalid argument": refuse(400, "InvalidArgument", Message="x-amz-checksum-crc32c unknown"),
+    "invalid request": refuse(400, "InvalidRequest", Message="Unsupported checksum algorithm"),
+}
+
+
+def carries_checksum(request: Request) -> bool:
+    return any(name.startswith("x-amz-checksum") for name in request.headers)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS.values(), ids=REFUSALS)
+def test_a_store_that_refuses_checksums_is_served_without(
+    bench: Bench, refusal: Fault, caplog: pytest.LogCaptureFixture
+) -> None:
+    """O081: found out once, said once; and what was put is read back."""
+    bench.proxy.inject(None, refusal, when=carries_checksum)
+    # Such a store keeps none either, and gives none back.
+    tier = bench.tier()
+    with caplog.at_level(logging.WARNING, "dcp_tiered"):
+        tier.put("a.json", SMALL)
+        info = tier.upload("a.pack", BytesSource(LARGE))
+        tier.upload("b.pack", BytesSource(SMALL))
+    assert bench.read("a.json") == SMALL
+    assert bench.read("a.pack") == LARGE
+    assert bench.read("b.pack") == SMALL
+    assert tier.get("a.json", 1 << 20) == SMALL
+    assert tier.head("a.pack").length == len(LARGE)
+    assert info is not None
+    assert info.crc32c is None, "what the uploader reads back"
+    assert len([r for r in bench.proxy.log if carries_checksum(r)]) == 1
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "takes no checksums" in caplog.text
+    (read_back,) = bench.proxy.seen("GetObject")[:1]
+    assert read_back.key == "a.json"
+
+
+def test_bytes_that_a_store_without_checksums_garbles_are_found_out(bench: Bench) -> None:
+    """O081: never silently unverified, small objects included."""
+    bench.proxy.inject(None, REFUSALS["not implemented"], when=carries_checksum)
+    bench.proxy.inject("GetObject", Fault(flip_byte=True))
+    with pytest.raises(CorruptError, match="reads back"):
+        bench.tier().put("a.json", SMALL)
+
+
+@pytest.mark.parametrize("operation", ["HeadObject", "GetObject"])
+def test_a_store_that_refuses_to_be_asked_for_checksums_is_not_asked(
+    bench: Bench, operation: str
+) -> None:
+    bench.write("there.json", SMALL)
+    bench.proxy.inject(operation, refuse(501, "NotImplemented"), when=carries_checksum)
+    tier = bench.tier()
+    for _ in range(2):
+        OPERATIONS[operation](tier)
+    assert [carries_checksum(r) for r in bench.proxy.seen(operation)] == [True, False, False]
+
+
+def test_what_is_refused_with_and_without_checksums_is_an_error(bench: Bench) -> None:
+    """A store that lacks something else gets its checksums next time."""
+    bench.proxy.inject("PutObject", refuse(501, "NotImplemented"), times=2)
+    tier = bench.tier()
+    with pytest.raises(InvalidError, match="NotImplemented"):
+        tier.put("a.json", SMALL)
+    tier.put("a.json", SMALL)
+    assert [carries_checksum(r) for r in bench.proxy.seen("PutObject")] == [True, False, True]
+
+
+def test_a_checkpoint_becomes_durable_on_a_store_that_refuses_checksums(s3_run: Run) -> None:
+    """O081: by the flusher's own process, which reads the pack back before it says so."""
+    assert s3_run.server is not None
+    with FaultProxy(s3_run.server.endpoint) as proxy:
+        proxy.inject(None, REFUSALS["not implemented"], when=carries_checksum)
+        arguments = runs.behind(s3_run, proxy.endpoint)
+        runs.save(arguments, "a", 7)
+        runs.wait(arguments, "a")
+    sizes = s3_run.keys()
+    (pack,) = (key for key in sizes if key.endswith(".pack"))
+    read_back = [r for r in proxy.seen("GetObject") if r.path.endswith(pack)]
+    ranges = [r.headers["range"].removeprefix("bytes=").split("-") for r in read_back]
+    assert sum(int(end) - int(start) + 1 for start, end in ranges) == sizes[pack]
+    kinds = sorted(key.rpartition(".")[2] for key in sizes)
+    assert kinds == ["json", "json", "ok", "pack"]
+    assert runs.load(s3_run.durable_only(), "a") == 7
+
+
+def test_a_pack_costs_as_few_requests_as_can_be(s3_run: Run) -> None:
+    """One look whether it is there, one upload, and one look before the commit names it."""
+    assert s3_run.server is not None
+    with FaultProxy(s3_run.server.endpoint) as proxy:
+        arguments = runs.behind(s3_run, proxy.endpoint)
+        runs.save(arguments, "a", 7)
+        runs.wait(arguments, "a")
+        asked = [r.operation for r in proxy.log if "/packs/" in r.path or r.path.endswith(".pack")]
+    assert asked == ["HeadObject", "PutObject", "HeadObject"]
 
 
 # ------------------------------------------------------------------------------------- reads
@@ -515,7 +693,7 @@ def test_an_interrupted_upload_is_aborted(bench: Bench) -> None:
         signal.pthread_kill(main, signal.SIGINT)
 
     bench.proxy.inject(
-        "UploadPart", Fault(hook=interrupt, stall=True), when=lambda r: "partNumber=2" in r.target
+        "UploadPart", Fault(hook=interrupt, stall=True), when=lambda r: "partNumber=2" in r.path
     )
     with pytest.raises(KeyboardInterrupt):
         bench.tier(timeout_s=2).upload("a.pack", BytesSource(LARGE))
@@ -527,7 +705,7 @@ def test_an_interrupted_upload_is_aborted(bench: Bench) -> None:
 def test_a_part_that_fails_stops_the_others(bench: Bench) -> None:
     """O067: parts that would go on trying for long are called off, and then the upload is."""
     bench.proxy.inject(
-        "UploadPart", refuse(403, "AccessDenied"), when=lambda r: "partNumber=2" in r.target
+        "UploadPart", refuse(403, "AccessDenied"), when=lambda r: "partNumber=2" in r.path
     )
     bench.proxy.inject("UploadPart", SLOW_DOWN)
     with pytest.raises(InvalidError, match="of part 2"):

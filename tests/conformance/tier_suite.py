@@ -166,6 +166,12 @@ class TierSuite:
         tier.upload("a.pack", BytesSource(data))
         assert store.read("a.pack") == data
 
+    @pytest.mark.parametrize("length", SIZES.values(), ids=SIZES)
+    def test_upload_says_of_an_object_what_a_look_says(self, tier: Tier, length: int) -> None:
+        """The first time by what it has sent, the second by what is there."""
+        said = [tier.upload("a.pack", BytesSource(pattern(length))) for _ in range(2)]
+        assert said == [tier.head("a.pack")] * 2
+
     @pytest.mark.parametrize("other", [b"short", pattern(70_001, "x")], ids=["length", "bytes"])
     def test_upload_over_other_bytes_is_an_error(
         self, tier: Tier, store: Store, other: bytes

@@ -28,6 +28,10 @@ class BytesSource:
             self.bytes_read += length
         return self.data[start : start + length]
 
+    def checksum(self, length: int, start: int) -> int:
+        """Return the true checksum of a slice, without reading."""
+        return crc32c(memoryview(self.data)[start : start + length])
+
 
 def pattern(length: int, seed: str = "") -> bytes:
     """Return bytes in which no two places look alike, so that a shifted read is noticed."""
