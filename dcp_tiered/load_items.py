@@ -22,7 +22,7 @@ from dcp_tiered.format.shardfile import BLOCK_BYTES, DTYPES, Index
 from dcp_tiered.policy import ranges
 from dcp_tiered.services.shard_access import Part, ShardAccess, whole_blocks
 
-READ_BYTES_MAX = 4 << 20
+READ_BYTES_MAX = 8 << 20
 _FOOTER_THREADS = 4
 _GAP_BYTES_MAX = 128 << 10
 """Smaller than a block: no block is read that nobody asked for."""

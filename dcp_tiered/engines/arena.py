@@ -4,6 +4,7 @@ First touch of fresh memory costs several times a warm copy, and O_DIRECT wants 
 so every byte that passes through host memory passes through here, and no buffer is made per save.
 """
 
+import contextlib
 import mmap
 import sys
 import threading
@@ -90,9 +91,12 @@ class Arena:
     def _make(self) -> memoryview:
         view = self._page_locked()
         if view is None:
-            area = mmap.mmap(-1, self.buffer_bytes)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                area.madvise(mmap.MADV_HUGEPAGE)
+            # Private, for huge pages; and no child gets it: a fork while the device writes into it
+            # would leave the bytes in the child's copy.
+            area = mmap.mmap(-1, self.buffer_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+                with contextlib.suppress(OSError):  # a kernel without huge pages
+                    area.madvise(advice)
             view = memoryview(area)
         for start in range(0, self.buffer_bytes, PAGE_BYTES):
             view[start] = 0
