@@ -23,9 +23,12 @@ _CREDENTIALS = re.compile(r"://[^/]*@|[^/]:[^/]*@")
 _SECRET_QUERY = ("?", "#")
 _EXAMPLE = "such as 'tiered::s3://bucket/run42'"
 
+ON_FULL = ("block", "fail")
 ENGINES = ("auto", "direct", "buffered", "gds", "kvikio")
 FILE_PROTOCOLS = ("file", "local")
 S3_PROTOCOLS = ("s3", "s3a")
+_PACE_BYTES_MIN = 1 << 20
+"""Slower, a store would take a paced request for a broken one."""
 _PUBLIC_OPTIONS = ("anon", "endpoint_url", "profile", "use_ssl")
 _PUBLIC_CLIENT_OPTIONS = ("endpoint_url", "region_name", "use_ssl")
 
@@ -64,6 +67,8 @@ class Limits:
     """How often local directories are looked at for work or for an answer."""
     incomplete_after_s: float = 600.0
     """How long a commit waits for packs of other nodes before status says `incomplete`."""
+    commit_takeover_s: float = 60.0
+    """How long other nodes leave a commit to the coordinator's node, and then each to the next."""
     stage_wait_s: float = 600.0
     """How long `dcp.async_save` waits for the save before it, whose staged copy is in the way."""
     takeover_s: float = 20.0
@@ -74,6 +79,21 @@ class Limits:
     """Size of one request of a large upload."""
     pack_bytes_target: int = 1 << 30
     """Shard files of a node share a pack up to this size; larger ones are alone."""
+    connections_max: int = 16
+    """Requests to the durable tier that one process has on their way at once."""
+    bytes_per_second_max: int | None = None
+    """How fast the flusher of a run on a node may upload packs; None: as fast as it can."""
+    term_grace_s: float = 20.0
+    """How long a flusher goes on after SIGTERM to finish what can be finished."""
+    pending_checkpoints_max: int = 8
+    """How many checkpoints of a run may wait for the flusher of a node."""
+    local_bytes_max: int | None = None
+    """Bytes that a run may take on the local tier of a node; None: what the file system has."""
+    local_reserve_bytes: int = 1 << 30
+    """Bytes of that file system to keep free; never more than a twentieth of it."""
+    backpressure_wait_s: float = 300.0
+    """How long a save waits for room; the other ranks wait in a collective meanwhile, and those of
+    NCCL end after 600 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +107,8 @@ class Settings:
     """Options of the durable tier's protocol, secrets included."""
     engine: str = "auto"
     """What writes to the local tier, one of `ENGINES`."""
+    on_full: str = "block"
+    """What a save does that finds no room, one of `ON_FULL`."""
     limits: Limits = field(default_factory=Limits)
 
     def public_options(self) -> dict[str, Any]:
@@ -103,6 +125,7 @@ def settings(
     options: Mapping[str, Any] | None = None,
     limits: Limits | None = None,
     engine: str | None = None,
+    on_full: str | None = None,
 ) -> Settings:
     """Build settings from what a user gave, what the URL says, and fsspec's configuration.
 
@@ -112,6 +135,7 @@ def settings(
         options: Options by protocol, such as `{"s3": {"endpoint_url": ...}}`.
         limits: Bounds that differ from the defaults.
         engine: What writes to the local tier; else `options["tiered"]["engine"]`, else `auto`.
+        on_full: What a save without room does; else `options["tiered"]["on_full"]`, else `block`.
 
     Raises:
         InvalidError: The URL or an option cannot be right.
@@ -130,15 +154,13 @@ def settings(
     tiered = _protocol_options(("tiered",), given)
     durable = _protocol_options(_aliases(run.protocol), given)
     _refuse_secret_endpoint(durable)
-    chosen = engine or str(tiered.get("engine") or "auto")
-    if chosen not in ENGINES:
-        raise InvalidError(f"engine {chosen!r} is not one of {', '.join(ENGINES)}")
     return Settings(
         url=run,
         local=_local_path(run, local, tiered),
         options=durable,
-        engine=chosen,
-        limits=limits or _limits(tiered.get("limits") or {}),
+        engine=_choice("engine", engine, tiered, ENGINES),
+        on_full=_choice("on_full", on_full, tiered, ON_FULL),
+        limits=_checked(limits or _limits(tiered.get("limits") or {})),
     )
 
 
@@ -328,6 +350,29 @@ def _limits(given: Mapping[str, Any]) -> Limits:
         return Limits(**given)
     except TypeError as exc:
         raise InvalidError(f"wrong limits: {exc}") from exc
+
+
+def _checked(limits: Limits) -> Limits:
+    """Refuse bounds under which no save could ever begin, or no upload end."""
+    least = {"pending_checkpoints_max": 1, "local_bytes_max": 1, "local_reserve_bytes": 0}
+    least |= {"connections_max": 1, "bytes_per_second_max": _PACE_BYTES_MIN, "term_grace_s": 0}
+    for name, value in {**least, "backpressure_wait_s": 0}.items():
+        given = getattr(limits, name)
+        if given is None and name in ("local_bytes_max", "bytes_per_second_max"):
+            continue
+        if not isinstance(given, int | float) or not given >= value:
+            raise InvalidError(f"limit {name} is {given!r} where at least {value} is needed")
+    return limits
+
+
+def _choice(
+    name: str, given: str | None, tiered: Mapping[str, Any], allowed: tuple[str, ...]
+) -> str:
+    """Return what was asked for, or the first of what is allowed."""
+    chosen = given or str(tiered.get(name) or allowed[0])
+    if chosen not in allowed:
+        raise InvalidError(f"{name} {chosen!r} is not one of {', '.join(allowed)}")
+    return chosen
 
 
 def _aliases(protocol: str | None) -> tuple[str, ...]:

@@ -57,21 +57,6 @@ class Tier(Protocol):
         """
         ...
 
-    def upload(self, key: str, source: Source) -> ObjectInfo:
-        """Create a large object: when this returns it survives a crash and is visible whole.
-
-        A key is only ever uploaded with the same bytes, so an object that is there already and has
-        the right length and checksum is a success.
-
-        Returns:
-            What the store says of the object, as `head` would.
-
-        Raises:
-            CorruptError: The bytes of the source do not have the checksum they should have, and
-                then nothing is visible; or the key is there with other bytes.
-        """
-        ...
-
     def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole.
 
@@ -116,6 +101,25 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Give connections back."""
+        ...
+
+
+class DurableTier(Tier, Protocol):
+    """A tier that packs are brought to."""
+
+    def upload(self, key: str, source: Source) -> ObjectInfo:
+        """Create a large object: when this returns it survives a crash and is visible whole.
+
+        A key is only ever uploaded with the same bytes, so an object that is there already and has
+        the right length and checksum is a success.
+
+        Returns:
+            What the store says of the object, as `head` would.
+
+        Raises:
+            CorruptError: The bytes of the source do not have the checksum they should have, and
+                then nothing is visible; or the key is there with other bytes.
+        """
         ...
 
 

@@ -34,6 +34,22 @@ STAGE = Metric("dcp_tiered_stage_seconds_total", "Time that staging took, withou
 STAGE_BYTES = Metric("dcp_tiered_stage_buffer_bytes", "Size of the staging buffer")
 WRITE = Metric("dcp_tiered_write_seconds_total", "Time to write and sync shard files")
 WRITE_BYTES = Metric("dcp_tiered_write_bytes_total", "Bytes of shard files written")
+BACKPRESSURE = Metric(
+    "dcp_tiered_backpressure_seconds_total", "Time that saves waited for room on this node"
+)
+BACKPRESSURE_WAITS = Metric(
+    "dcp_tiered_backpressure_waits_total", "How often a save had to wait for room on this node"
+)
+EVICTED_BYTES = Metric(
+    "dcp_tiered_evicted_bytes_total", "Bytes of durable checkpoints removed from this node"
+)
+LOCAL_BYTES = Metric(
+    "dcp_tiered_local_bytes", "What the run takes on this node, when that was last looked at"
+)
+UPLOAD_BYTES = Metric("dcp_tiered_upload_bytes_total", "Bytes of packs sent, repeated ones too")
+PACING = Metric(
+    "dcp_tiered_pacing_seconds_total", "Time that uploads waited because of `bytes_per_second_max`"
+)
 READ = Metric("dcp_tiered_read_seconds_total", "Time to read, verify and copy")
 READ_BYTES = Metric("dcp_tiered_read_bytes_total", "Bytes read, by tier", ("tier",))
 ARENA_BYTES = Metric("dcp_tiered_arena_bytes", "Memory that the I/O buffers take", ("use",))

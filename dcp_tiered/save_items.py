@@ -33,6 +33,11 @@ def in_order(items: Sequence[WriteItem]) -> list[tuple[WriteItem, int | None]]:
     return [(items[at], lengths[at] if lengths[at] >= 0 else None) for at in order]
 
 
+def bytes_of(items: Sequence[WriteItem]) -> int:
+    """Return the bytes of items as far as they are known before they are resolved."""
+    return sum(max(0, _bytes_of(item)) for item in items)
+
+
 def _bytes_of(item: WriteItem) -> int:
     described = item.tensor_data
     if described is None:

@@ -1,20 +1,23 @@
 """The one place where settings become objects."""
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dcp_tiered import config
 from dcp_tiered.config import Limits, Settings
 from dcp_tiered.engines.arena import Arena
-from dcp_tiered.engines.choose import choose
+from dcp_tiered.engines.choose import choose, host_engine
 from dcp_tiered.errors import InvalidError
 from dcp_tiered.format import layout
-from dcp_tiered.interfaces import Engine, Tier
+from dcp_tiered.interfaces import DurableTier, Engine
 from dcp_tiered.services import launcher, run_directory
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.flusher import Flusher
 from dcp_tiered.services.lock import FlusherLock
+from dcp_tiered.services.outgoing import Outgoing, never
+from dcp_tiered.tiers.mounted import MountedTier, stripes_for
 from dcp_tiered.tiers.posix import PosixTier
 from dcp_tiered.tiers.s3 import S3Tier
 
@@ -30,7 +33,7 @@ class Stack:
 
     settings: Settings
     local: PosixTier | None
-    durable: Tier | None
+    durable: DurableTier | None
     catalog: Catalog
     keeper: launcher.Keeper | None
     """None for a run that has nothing to flush from or to."""
@@ -118,7 +121,7 @@ def engine(settings: Settings, directory: Path, arena: Arena) -> Engine:
     return choose(settings.engine, directory, arena)
 
 
-def durable_tier(settings: Settings, limits: Limits | None = None) -> Tier | None:
+def durable_tier(settings: Settings, limits: Limits | None = None) -> DurableTier | None:
     """Build the durable tier of a run, with other bounds if wanted; None when it is local only."""
     url, bounds = settings.url, limits or settings.limits
     if url.protocol == "s3":
@@ -128,26 +131,47 @@ def durable_tier(settings: Settings, limits: Limits | None = None) -> Tier | Non
             request_timeout_s=bounds.request_timeout_s,
             request_retry_s=bounds.request_retry_s,
             part_bytes=bounds.part_bytes,
+            connections_max=bounds.connections_max,
         )
     if url.protocol == "file":
-        root = Path(url.path)
-        return PosixTier(root, root.parent, "durable")
+        root, stripe = Path(url.path), settings.options.get("lustre_stripe", True)
+        stripes = stripes_for(bounds.pack_bytes_target) if stripe else 0
+        return MountedTier(root, root.parent, _mount_engine, stripes)
     return None
 
 
-def flusher(order: launcher.Order, lock: FlusherLock, stopped: launcher.Stopped) -> Flusher:
-    """Build the flusher that an order asks for."""
+def _mount_engine(directory: Path) -> Engine:
+    return host_engine(directory, write_arena())
+
+
+def outgoing(
+    order: launcher.Order, due: Callable[[], float] = never, sent: dict[str, int] | None = None
+) -> Outgoing:
+    """Build the durable tier that an order's flusher writes to; see `Outgoing`."""
     run = config.settings(order.url, options=_by_protocol(order), limits=order.limits)
     durable = durable_tier(run)
     if durable is None:
         raise InvalidError("the run has no durable tier to flush to", "durable", run.url.root)
-    local = PosixTier(Path(order.run_path), Path(order.base_path), "local")
+    return Outgoing(durable, order.limits.bytes_per_second_max, due, sent)
+
+
+def flusher(
+    order: launcher.Order, lock: FlusherLock, stopped: launcher.Stopped, out: Outgoing | None = None
+) -> Flusher:
+    """Build the flusher that an order asks for, with a durable tier of its own or one given."""
+    durable = out or outgoing(order)
+    local = local_of(order)
     for checkpoint_id in local.list_directories():
         local.sweep(checkpoint_id)
     node = run_directory.open_node(local, secrets.token_hex(6))
     return Flusher(
         local, durable, node, order.limits, lambda: stopped() or lock.asked_to_hand_over()
     )
+
+
+def local_of(order: launcher.Order) -> PosixTier:
+    """Return the run's directory of an order."""
+    return PosixTier(Path(order.run_path), Path(order.base_path), "local")
 
 
 def _by_protocol(order: launcher.Order) -> dict[str, dict[str, object]]:

@@ -75,6 +75,19 @@ def wait_write_out(fd: int, start: int, length: int) -> None:
     _sync_file_range(fd, start, length, _SYNC_WAIT_WRITE_WAIT)
 
 
+def file_system_type(path: os.PathLike[str]) -> int:
+    """Return the magic number of the file system behind a path, see statfs(2).
+
+    Raises:
+        OSError: It is not there.
+    """
+    buffer = ctypes.create_string_buffer(256)
+    if _libc.statfs(os.fsencode(path), buffer):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), os.fspath(path))
+    return int(ctypes.c_long.from_buffer(buffer).value)
+
+
 def is_cached(fd: int, start: int, length: int) -> bool:
     """Tell whether most of a range is in the page cache, without a read that would put it there.
 

@@ -40,6 +40,7 @@ from dcp_tiered.engines.staging import StagingArena
 from dcp_tiered.errors import (
     InvalidError,
     TieredError,
+    UnavailableError,
     from_os_error,
 )
 from dcp_tiered.format import layout
@@ -59,6 +60,7 @@ from dcp_tiered.metrics import Sample
 from dcp_tiered.policy import completeness
 from dcp_tiered.services import identity, progress
 from dcp_tiered.services.catalog import Catalog, newest, taken
+from dcp_tiered.services.local_space import LocalSpace
 from dcp_tiered.services.progress import CheckpointStatus
 from dcp_tiered.version import __version__
 
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _LEVELS = ("local", "durable")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +94,7 @@ class _Save:
     rank: int
     world_size: int
     node: str = ""
+    is_coordinator: bool
     supersedes: tuple[str, ...] = ()
     begun: float
 
@@ -124,6 +128,8 @@ class TieredWriter(StorageWriter, AsyncStager):
         trust_bytes: Save objects that `torch.load(weights_only=True)` would refuse at resume.
         engine: What writes to the local tier: `auto` (default), or `direct` (O_DIRECT) or
             `buffered`, which then has to work there.
+        on_full: What a save does when too much waits for the flusher or the local tier is full of
+            it: `block` (default) waits up to `backpressure_wait_s`, `fail` raises at once.
         limits: Bounds that differ from the defaults.
         **options: fsspec options by protocol, such as `s3={"endpoint_url": ...}`.
 
@@ -131,7 +137,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         InvalidError: The URL or an option cannot be right.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings, all but two of them by keyword
         self,
         url: str | os.PathLike[str],
         local: str | os.PathLike[str] | None = None,
@@ -141,12 +147,13 @@ class TieredWriter(StorageWriter, AsyncStager):
         metadata: Mapping[str, Any] | None = None,
         trust_bytes: bool = False,
         engine: str | None = None,
+        on_full: str | None = None,
         limits: Limits | None = None,
         **options: Mapping[str, Any],
     ) -> None:
         super().__init__()
         self._synchronize_after_execute = False
-        self._settings = config.settings(url, local, options, limits, engine)
+        self._settings = config.settings(url, local, options, limits, engine, on_full)
         self._overwrite = overwrite
         self._step = step
         self._metadata = copy.deepcopy(dict(metadata)) if metadata else {}
@@ -157,14 +164,14 @@ class TieredWriter(StorageWriter, AsyncStager):
         self._thread = _ThreadState()
         self._make_buffers()
         self._stack = stack.build(self._settings)
-        self._stack.need_local()
+        self._space = self._make_space()
 
     def __repr__(self) -> str:
         return f"TieredWriter({self._settings.url.root!r}, local={str(self._settings.local)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what belongs to one save or one process."""
-        mine = dict.fromkeys(("_thread", "_engine", "_staging", "_arena", "_stack"))
+        mine = dict.fromkeys(("_thread", "_engine", "_staging", "_arena", "_stack", "_space"))
         return {**self.__dict__, **mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -172,6 +179,11 @@ class TieredWriter(StorageWriter, AsyncStager):
         self._thread = _ThreadState()
         self._make_buffers()
         self._stack = stack.build(self._settings)
+        self._space = self._make_space()
+
+    def _make_space(self) -> LocalSpace:
+        local = self._stack.need_local()
+        return LocalSpace(self._stack.catalog, local, self._settings.limits)
 
     def _make_buffers(self) -> None:
         self._engine: Engine | None = None
@@ -179,6 +191,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         self._arena = stack.write_arena()
         self._written_s = 0.0
         self._written_bytes = 0
+        self._planned_bytes = 0
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -207,7 +220,7 @@ class TieredWriter(StorageWriter, AsyncStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
         """Begin a save: take the id that `reset` stored, once."""
-        del is_coordinator, args
+        del args
         state = self._thread
         requested, state.requested, state.save = state.requested, None, None
         if kwargs.get("use_collectives") is False:
@@ -230,6 +243,7 @@ class TieredWriter(StorageWriter, AsyncStager):
             checkpoint_id=layout.check_checkpoint_id(requested),
             rank=rank,
             world_size=world_size,
+            is_coordinator=is_coordinator,
             begun=time.monotonic(),
         )
 
@@ -245,6 +259,12 @@ class TieredWriter(StorageWriter, AsyncStager):
         save.node = self._stack.node()
         for item in plan.items:
             tensors.check_item(item, DTYPES)
+        if self._overwrite:
+            progress.note_asked(local, save.checkpoint_id, save.rank)
+        if plan.items:  # the plan of an unchanged state may be cached by DCP, and comes empty
+            self._planned_bytes = save_items.bytes_of(plan.items)
+        if not save.is_coordinator and config.launch_environment()[0] in (None, 0):
+            self._make_room(save)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -266,6 +286,7 @@ class TieredWriter(StorageWriter, AsyncStager):
                 supersedes.add(commit.attempt)
         save.supersedes = tuple(sorted(supersedes))
         self._last_sequence = max(self._last_sequence, last, self._newest_local())
+        self._make_room(save)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -274,7 +295,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         results = []
         if plan.items:
             begun = time.monotonic()
-            shard = self._write_shard(save, plan, planner)
+            shard = self._write_or_free(save, plan, planner)
             self._written_s += time.monotonic() - begun
             self._written_bytes += shard.length
             results.append(
@@ -349,6 +370,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         yield metrics.STAGE_BYTES, {}, self._staging.bytes_held
         yield metrics.WRITE, {}, self._written_s
         yield metrics.WRITE_BYTES, {}, self._written_bytes
+        yield from self._space.samples()
         yield from self._arena.samples("write")
 
     def metrics(self) -> dict[str, float]:
@@ -477,6 +499,35 @@ class TieredWriter(StorageWriter, AsyncStager):
             reason,
         )
         return None, 0
+
+    def _make_room(self, save: _Save) -> None:
+        """See that this node has room for the save; one rank of each node asks, before any writes.
+
+        A run without a durable tier has nothing that could be evicted or waited for.
+        """
+        if self._stack.durable is None:
+            return
+        local_world = config.launch_environment()[1] or save.world_size
+        needed = self._planned_bytes
+        if save.world_size > 1:
+            needed = self._space.expected_bytes(needed * local_world)
+        self._space.admit(save.checkpoint_id, needed, self._settings.on_full, self._keep_flusher)
+
+    def _write_or_free(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> ShardResult:
+        """Write a shard file; on a full disk evict what is durable, and try again.
+
+        How much is needed is not known: objects have no size before they are written, and other
+        ranks want room too. So every try asks for twice as much, until nothing is left to evict.
+        """
+        wanted = PAGE_BYTES + save_items.bytes_of(plan.items)
+        while True:
+            try:
+                return self._write_shard(save, plan, planner)
+            except UnavailableError as exc:
+                if exc.errno not in _FULL or not self._space.free(wanted):
+                    raise
+                _log.warning("evicted durable checkpoints, writing again: %s", exc)
+            wanted *= 2
 
     def _write_shard(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> ShardResult:
         token = secrets.token_hex(8)

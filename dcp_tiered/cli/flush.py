@@ -5,65 +5,59 @@ import sys
 import time
 from typing import Any
 
-from dcp_tiered import config, stack
-from dcp_tiered.cli import common
-from dcp_tiered.errors import ConflictError, InvalidError, TieredError, UnavailableError
-from dcp_tiered.services import identity, progress, run_directory
-from dcp_tiered.services.catalog import Catalog
+from dcp_tiered import stack
+from dcp_tiered.cli import common, follow, local_runs
+from dcp_tiered.errors import TieredError
+from dcp_tiered.services import identity
+from dcp_tiered.services.drain import HOPELESS
 from dcp_tiered.services.launcher import Order
 from dcp_tiered.services.lock import FlusherLock
 from dcp_tiered.tiers.posix import PosixTier
-
-_HOPELESS = (ConflictError, InvalidError)
 
 
 def register(commands: Any) -> None:
     """Add the command."""
     parser = commands.add_parser("flush", help="make everything on this node durable, then return")
-    parser.add_argument("local", metavar="LOCAL", help="the local tier, or a run's directory in it")
+    local_runs.add_arguments(parser)
     parser.add_argument(
         "--timeout", type=float, default=3600.0, metavar="S", help="give up after S seconds (3600)"
     )
-    parser.add_argument(
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
         "--take-over",
         action="store_true",
         help="replace a flusher that runs, instead of waiting for it: for other credentials",
     )
-    common.add_option_argument(parser)
+    how.add_argument(
+        "--follow",
+        action="store_true",
+        help="keep flushing what comes, until SIGTERM: for a sidecar container",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Drain every run of a local tier; the exit code is that of the first failure."""
+    """Flush every run of a local tier; the exit code is that of the first failure."""
+    if arguments.follow:
+        return follow.follow(arguments)
     deadline = time.monotonic() + arguments.timeout
-    options = common.parse_options(arguments.option)
     code = 0
-    for tier in common.run_directories(arguments.local):
-        url, noted = run_directory.run_of(tier)
-        protocol = config.parse_url(url).protocol
-        if protocol is None:
-            print(f"{url}: local only, nothing to flush")
+    for tier, order in local_runs.orders(arguments):
+        if order is None:
+            print(f"{tier.root.name}: local only, nothing to flush")
             continue
-        settings = config.settings(url, None, {protocol: noted | options.get(protocol, {})})
-        failures = _drain(tier, settings, deadline, take_over=arguments.take_over)
+        failures = _flush(tier, order, deadline, take_over=arguments.take_over)
         for checkpoint_id, error in sorted(failures.items()):
             print(f"dcp-tiered: {checkpoint_id}: {error}", file=sys.stderr)
             code = code or common.exit_code(error)
-        print(f"{url}: {'all durable' if not failures else f'{len(failures)} not durable'}")
+        print(f"{order.url}: {'all durable' if not failures else f'{len(failures)} not durable'}")
     return code
 
 
-def _drain(
-    tier: PosixTier, settings: config.Settings, deadline: float, *, take_over: bool
+def _flush(
+    tier: PosixTier, order: Order, deadline: float, *, take_over: bool
 ) -> dict[str, TieredError]:
     """Flush one run in this process, or wait for the flusher that runs; return what is left."""
-    order = Order(
-        run_path=str(tier.root),
-        base_path=str(tier.base),
-        url=f"tiered::{settings.url.root}",
-        options=dict(settings.options),
-        limits=settings.limits,
-    )
     lock = FlusherLock(tier.root)
     while True:
         with lock.hold(identity.current()) as mine:
@@ -71,10 +65,10 @@ def _drain(
                 return _flush_here(tier, order, lock, deadline)
         if take_over:
             lock.ask_to_hand_over()
-        left = _open_states(tier)
+        left = local_runs.open_states(tier)
         if not left or time.monotonic() > deadline:
             return left
-        time.sleep(settings.limits.poll_s)
+        time.sleep(order.limits.poll_s)
 
 
 def _flush_here(
@@ -83,23 +77,8 @@ def _flush_here(
     flusher = stack.flusher(order, lock, lambda: time.monotonic() > deadline)
     while flusher.step():
         failures = flusher.failures()
-        hopeless = failures and all(isinstance(error, _HOPELESS) for error in failures.values())
+        hopeless = failures and all(isinstance(error, HOPELESS) for error in failures.values())
         if hopeless or time.monotonic() > deadline:
             break
         time.sleep(order.limits.poll_s)
-    return flusher.failures() or _open_states(tier)
-
-
-def _open_states(tier: PosixTier) -> dict[str, TieredError]:
-    """Return what is published on this node and not durable, with the reason known so far."""
-    reports = progress.read_reports(tier.root)
-    left: dict[str, TieredError] = {}
-    for line in progress.status(Catalog(tier, None), tier):
-        if line.state in ("durable", "saving"):
-            continue
-        report = reports.get(line.checkpoint_id)
-        error = progress.restore_error(report.error) if report else None
-        left[line.checkpoint_id] = error or UnavailableError(
-            f"not durable yet: {line.state}", "durable", line.checkpoint_id
-        )
-    return left
+    return flusher.failures() or local_runs.open_states(tier)

@@ -3,19 +3,19 @@
 import logging
 import logging.handlers
 import os
-import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
+
+from dcp_tiered.cli.ending import Ending, step_back
 
 if TYPE_CHECKING:
     from dcp_tiered.services.launcher import Order
     from dcp_tiered.services.lock import FlusherLock
+    from dcp_tiered.services.outgoing import Outgoing
 
 _LOG_BYTES_MAX = 16 << 20
-_NICE = 5
 _TAKEOVER_POLL_S = 0.05
 _log = logging.getLogger("dcp_tiered.flusher")
 
@@ -37,18 +37,10 @@ def _run(data: bytes) -> int:
     order = launcher.order_from_json(data)
     run_path = Path(order.run_path)
     _set_up_process(run_path)
-    stopping: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        del frame
-        stopping.append(number)
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-    # A mask that the trainer's thread had when it started us would outlive it and hold these back.
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    ending = Ending(order.limits.term_grace_s)
+    ending.listen()
     try:
-        _flush(order, stopping)
+        _flush(order, ending)
     except Exception as exc:  # noqa: BLE001 - the end of the process; logged and reported
         _log.exception("flusher failed")
         error = exc if isinstance(exc, TieredError) else None
@@ -59,28 +51,44 @@ def _run(data: bytes) -> int:
     return 0
 
 
-def _flush(order: "Order", stopping: list[int]) -> None:
-    from dcp_tiered import stack
+def _flush(order: "Order", ending: Ending) -> None:
+    from dcp_tiered import metrics, stack
     from dcp_tiered.services.lock import FlusherLock
 
     lock = FlusherLock(Path(order.run_path))
-    while _take_over(lock, order, stopping):
+    while _take_over(lock, order, ending):
         with lock.hold(order.starter) as mine:
             if not mine:
                 # Somebody was faster since we looked: look again who that is and whom it serves.
                 continue
-            flusher = stack.flusher(order, lock, lambda: bool(stopping))
+            out = stack.outgoing(order, ending.due)
+            flusher = stack.flusher(order, lock, ending.is_asked, out)
             _log.info("flushing %s to %s", order.run_path, order.url)
             flusher.run(order.limits.idle_exit_s)
             asked = lock.asked_to_hand_over()
+            if ending.is_asked() and not asked:
+                _drain(order, lock, ending, out)
+        _log.info("%s", metrics.flat(out.samples()))
         # A save that sealed its files while we still held the lock did not start another flusher:
         # it counted on us. So look once more after the lock is free.
-        if stopping or asked or not flusher.has_work():
+        if ending.is_asked() or asked or not flusher.has_work():
             _log.info("ending")
             return
 
 
-def _take_over(lock: "FlusherLock", order: "Order", stopping: list[int]) -> bool:
+def _drain(order: "Order", lock: "FlusherLock", ending: Ending, out: "Outgoing") -> None:
+    """Finish what can be finished before the grace time is over."""
+    from dcp_tiered import stack
+    from dcp_tiered.services import drain
+
+    _log.info("asked to end, finishing what can be finished in %g s", order.limits.term_grace_s)
+    # The flusher that was stopped stays so: another one begins, with the same lock.
+    flusher = stack.flusher(order, lock, ending.is_over, out)
+    local, poll_s = stack.local_of(order), order.limits.poll_s
+    drain.drain(flusher, local, out, stop=ending.is_over, poll_s=poll_s)
+
+
+def _take_over(lock: "FlusherLock", order: "Order", ending: Ending) -> bool:
     """Wait until the lock is free; return False when that is not to be waited for.
 
     That is when another flusher with a living starter has it, which will see all that is here.
@@ -89,7 +97,7 @@ def _take_over(lock: "FlusherLock", order: "Order", stopping: list[int]) -> bool
 
     deadline = time.monotonic() + order.limits.takeover_s
     killed, asked = False, None
-    while not stopping and (holder := lock.holder()) is not None:
+    while not ending.is_asked() and (holder := lock.holder()) is not None:
         if holder.flusher is not None and not holder.is_orphaned():
             return False
         if holder.flusher != asked:
@@ -107,7 +115,7 @@ def _take_over(lock: "FlusherLock", order: "Order", stopping: list[int]) -> bool
             killed = True
             deadline += order.limits.takeover_s
         time.sleep(_TAKEOVER_POLL_S)
-    return not stopping
+    return not ending.is_asked()
 
 
 def _set_up_process(run_path: Path) -> None:
@@ -131,7 +139,7 @@ def _set_up_process(run_path: Path) -> None:
         if descriptor > 2:  # noqa: PLR2004 - standard error
             os.close(descriptor)
     os.chdir("/")
-    os.nice(_NICE)
+    step_back()
 
 
 if __name__ == "__main__":

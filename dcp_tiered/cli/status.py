@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         table = Table(
             "checkpoint",
             "step",
+            "level",
             "state",
             "size",
             "uploaded",
@@ -46,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             table.add_row(
                 line["checkpoint_id"],
                 "" if line["step"] is None else str(line["step"]),
+                line["level"],
                 line["state"],
                 common.size(line["bytes_stored"]),
                 common.size(line["bytes_uploaded"]),

@@ -80,6 +80,18 @@ def _is_full(fd: int, page: memoryview) -> bool:
     return False
 
 
+def host_engine(directory: Path, arena: Arena) -> Engine:
+    """Return what writes host memory to a directory; needs no torch.
+
+    Raises:
+        InvalidError: The directory is not there or not writable.
+    """
+    found = probe(directory)
+    chosen: Engine = DirectEngine(arena) if found.direct else BufferedEngine()
+    _log.info("engine %s for %s: %s", chosen.name, directory, found.reason)
+    return chosen
+
+
 def choose(name: str, directory: Path, arena: Arena) -> Engine:
     """Return the engine for a directory.
 

@@ -8,6 +8,7 @@ Durable tier, below the run root, and local tier, below the run directory:
     <checkpoint id>/record-<n>.json                durable, and a copy on the local tier
     <checkpoint id>/<rank>-<token>.shard           local
     <checkpoint id>/published-<n>.json             local
+    <checkpoint id>/asked-<rank>                   local
     run.json, node.json                            local
 
 A name that was read from storage counts only after it has passed the patterns below.
@@ -91,6 +92,12 @@ def manifest_name(attempt: str) -> str:
     return _checked(_MANIFEST, f"manifest-{attempt}.json")
 
 
+def manifest_attempt(name: str) -> str | None:
+    """Return the attempt in the name of a durable manifest, None when it is not such a name."""
+    match = _MANIFEST.fullmatch(name)
+    return match.group(1) if match else None
+
+
 def published_name(number: int) -> str:
     """Return the name under which a manifest is published on the local tier."""
     return _checked(_PUBLISHED, f"published-{number}.json")
@@ -100,6 +107,11 @@ def published_number(name: str) -> int | None:
     """Return the number in a published manifest's name, None when it is not such a name."""
     match = _PUBLISHED.fullmatch(name)
     return int(match.group(1)) if match else None
+
+
+def asked_name(rank: int) -> str:
+    """Return the name of the note that says when a rank last began to replace a checkpoint."""
+    return f"asked-{rank}"
 
 
 def record_name(number: int) -> str:

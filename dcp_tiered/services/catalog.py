@@ -7,10 +7,11 @@ back what is there (I4): the same attempt is a lost reply, not a rival.
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 from dcp_tiered.errors import (
@@ -46,6 +47,8 @@ from dcp_tiered.version import __version__
 _log = logging.getLogger(__name__)
 _APPEND_TRIES_MAX = 64
 _READ_THREADS = 8
+_PAGE_KEYS = 1000
+"""Keys of one listing request; the manifests of an id come before its packs and records."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -85,18 +88,10 @@ class Catalog:
         Raises:
             CorruptError: It is there and damaged.
         """
-        numbers = self._numbers(self.local, checkpoint_id, layout.published_number)
-        if not numbers or self.local is None:
-            return None
-        name = layout.published_name(max(numbers))
-        key = layout.key(checkpoint_id, name)
-        data = self.local.get(key, MANIFEST_BYTES_MAX)
-        return Published(
-            number=max(numbers),
-            head=self._head(checkpoint_id, key, data),
-            data=data,
-            sha256=sha256(data),
-        )
+        for number, key, data in self._manifests(checkpoint_id):
+            head = self._head(checkpoint_id, key, data)
+            return Published(number=number, head=head, data=data, sha256=sha256(data))
+        return None
 
     def published_shards(self, checkpoint_id: str) -> set[str]:
         """Return the shard files that any manifest published on this node names, old ones too.
@@ -105,23 +100,27 @@ class Catalog:
             CorruptError: One of the manifests is damaged.
         """
         names: set[str] = set()
-        for number in self._numbers(self.local, checkpoint_id, layout.published_number):
-            key = layout.key(checkpoint_id, layout.published_name(number))
-            data = self._need_local().get(key, MANIFEST_BYTES_MAX)
+        for _, key, data in self._manifests(checkpoint_id):
             names |= {shard.name for shard in self._head(checkpoint_id, key, data).shards}
         return names
 
     def published_as(self, checkpoint_id: str, wanted: str) -> bytes | None:
         """Return the published manifest with a sha256, also when a newer one is there meanwhile."""
-        if self.local is None:
-            return None
-        numbers = self._numbers(self.local, checkpoint_id, layout.published_number)
-        for number in reversed(numbers):
-            key = layout.key(checkpoint_id, layout.published_name(number))
-            data = self.local.get(key, MANIFEST_BYTES_MAX)
+        for _, _, data in self._manifests(checkpoint_id):
             if sha256(data) == wanted:
                 return data
         return None
+
+    def _manifests(self, checkpoint_id: str) -> Iterator[tuple[int, str, bytes]]:
+        """Yield number, key and bytes of an id's manifests on this node, the highest first."""
+        if self.local is None:
+            return
+        numbers = self._numbers(self.local, checkpoint_id, layout.published_number)
+        for number in sorted(numbers, reverse=True):
+            key = layout.key(checkpoint_id, layout.published_name(number))
+            # One that is gone since we looked was evicted, and lower ones before it.
+            with contextlib.suppress(AbsentError):
+                yield number, key, self.local.get(key, MANIFEST_BYTES_MAX)
 
     def _head(self, checkpoint_id: str, key: str, data: bytes) -> Head:
         path = self._need_local().root / key
@@ -142,8 +141,23 @@ class Catalog:
         names = (key.partition("/")[2] for key in self.local.list_keys(checkpoint_id))
         return sorted(name for name in names if layout.shard_rank(name) is not None)
 
+    def unnamed(self, checkpoint_id: str) -> frozenset[str]:
+        """Return the shard files that no manifest and no commit known on this node names.
+
+        A manifest alone does not answer for the whole directory: the coordinator may have been on
+        this node for an older save of the id and be on another one now.
+        """
+        sealed = frozenset(self.sealed(checkpoint_id))
+        if not sealed:
+            return sealed
+        sealed -= self.noted_shards(checkpoint_id)
+        return sealed - self.published_shards(checkpoint_id) if sealed else sealed
+
     def publish(self, manifest: Manifest) -> Published:
         """Make a manifest visible on the local tier: the save is over.
+
+        A manifest that another node published and this one has a copy of is no rival: whether its
+        attempt owns the id is for the durable tier to say.
 
         Raises:
             ConflictError: Another attempt published this id in the meantime.
@@ -155,7 +169,11 @@ class Catalog:
             current = self.published(head.checkpoint_id)
             if current is not None and current.head.attempt == head.attempt:
                 return current
-            if current is not None and current.head.attempt not in head.supersedes:
+            if (
+                current is not None
+                and current.head.node == head.node
+                and current.head.attempt not in head.supersedes
+            ):
                 raise taken(head.checkpoint_id, "local", "published", current.head.attempt)
             number = 1 if current is None else current.number + 1
             try:
@@ -173,21 +191,19 @@ class Catalog:
         """
         store = tier or self._need_durable()
         numbers = self._numbers(store, checkpoint_id, layout.record_number)
+        read = partial(self._record, store, checkpoint_id)
+        return dict(zip(numbers, parallel(read, numbers), strict=True))
 
-        def read(number: int) -> Record:
-            key = layout.key(checkpoint_id, layout.record_name(number))
-            data = store.get(key, RECORD_BYTES_MAX)
-            return _with_key(store.name, key, lambda: decode_record(data, checkpoint_id))
-
-        return dict(zip(numbers, _parallel(read, numbers), strict=True))
+    def _record(self, store: Tier, checkpoint_id: str, number: int) -> Record:
+        key = layout.key(checkpoint_id, layout.record_name(number))
+        data = store.get(key, RECORD_BYTES_MAX)
+        return _with_key(store.name, key, lambda: decode_record(data, checkpoint_id))
 
     def state(self, checkpoint_id: str) -> Commit | Expired | None:
         """Return what the durable tier says an id is; reads the highest records only."""
         store = self._need_durable()
         for number in self._numbers(store, checkpoint_id, layout.record_number)[::-1]:
-            key = layout.key(checkpoint_id, layout.record_name(number))
-            data = store.get(key, RECORD_BYTES_MAX)
-            record = _with_key(store.name, key, partial(decode_record, data, checkpoint_id))
+            record = self._record(store, checkpoint_id, number)
             if isinstance(record, Commit | Expired):
                 return record
         return None
@@ -195,7 +211,7 @@ class Catalog:
     def states(self) -> dict[str, Commit | Expired | None]:
         """Return what every id of the run is on the durable tier; None for one without a state."""
         ids = sorted(filter(layout.is_checkpoint_id, self._need_durable().list_directories()))
-        return dict(zip(ids, _parallel(self.state, ids), strict=True))
+        return dict(zip(ids, parallel(self.state, ids), strict=True))
 
     def noted(self, checkpoint_id: str) -> Commit | None:
         """Return the commit of an id that this node has a copy of, without asking the store.
@@ -273,8 +289,58 @@ class Catalog:
                     "another manifest has this attempt's name", "durable", key
                 ) from None
 
-    def may_commit(self, head: Head) -> tuple[int, Commit | None]:
+    def pending(self, checkpoint_id: str, known: Collection[str]) -> dict[str, bytes]:
+        """Return manifests on the durable tier by attempt, save those of `known` attempts.
+
+        One request lists, whatever number of packs there is: where a store lists in another order
+        than by name, a manifest may be missed until it is committed.
+        """
+        durable = self._need_durable()
+        keys = islice(durable.list_keys(checkpoint_id), _PAGE_KEYS)
+        attempts = {layout.manifest_attempt(key.partition("/")[2]) for key in keys} - {None}
+        return {
+            attempt: durable.get(
+                layout.key(checkpoint_id, layout.manifest_name(attempt)), MANIFEST_BYTES_MAX
+            )
+            for attempt in attempts
+            if attempt is not None and attempt not in known
+        }
+
+    def adopt(self, checkpoint_id: str, data: bytes) -> None:
+        """Show a manifest of the durable tier on this node too, unless a newer one is here.
+
+        Raises:
+            CorruptError: It is damaged, or of another id.
+        """
+        current = self.published(checkpoint_id)
+        number = 1 if current is None else current.number + 1
+        key = layout.key(checkpoint_id, layout.published_name(number))
+        head = self._head(checkpoint_id, key, data)
+        if current is None or current.head.sequence < head.sequence:
+            with contextlib.suppress(AlreadyExistsError):  # by a save that goes on: looked at again
+                self._need_local().put(key, data)
+
+    def follow(self, checkpoint_id: str, log: dict[int, Record]) -> None:
+        """Add to a log the records that were appended to it, one request each and one more.
+
+        For those who wait: a thousand nodes that list a thousand packs again and again do not. Who
+        is about to append lists the log.
+        """
+        while True:
+            number = max(log, default=0) + 1
+            try:
+                log[number] = self._record(self._need_durable(), checkpoint_id, number)
+            except AbsentError:
+                return
+
+    def may_commit(
+        self, head: Head, log: Mapping[int, Record] | None = None
+    ) -> tuple[int, Commit | None]:
         """Decide whether an attempt may be committed on top of what is there.
+
+        Args:
+            head: The attempt's manifest.
+            log: What is there, if it has been read already.
 
         Returns:
             The number of the highest record, and this attempt's own commit if it is there already.
@@ -282,7 +348,7 @@ class Catalog:
         Raises:
             ConflictError: Another attempt is committed, or this one was declared dead.
         """
-        records = self.records(head.checkpoint_id)
+        records = self.records(head.checkpoint_id) if log is None else log
         highest, state = state_of(records)
         if isinstance(state, Commit):
             if state.attempt == head.attempt:
@@ -383,7 +449,7 @@ def newest(states: Mapping[str, Commit | Expired | None]) -> Commit | None:
     return max(commits, key=lambda commit: commit.sequence, default=None)
 
 
-def _parallel(work: Callable[[T], R], items: list[T]) -> list[R]:
+def parallel(work: Callable[[T], R], items: list[T]) -> list[R]:
     """Apply `work` to every item, several at once; raise the first error."""
     if len(items) < 2:  # noqa: PLR2004 - one needs no pool
         return [work(item) for item in items]

@@ -6,9 +6,8 @@ goes on (I11). Nothing here decides what a checkpoint is: the catalog does.
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from dcp_tiered.config import Limits
 from dcp_tiered.errors import (
@@ -19,24 +18,28 @@ from dcp_tiered.errors import (
     TieredError,
     UnavailableError,
 )
-from dcp_tiered.format import layout
-from dcp_tiered.format.manifest import Head, ShardRef
-from dcp_tiered.format.pack import Pack, PackedShard, plan_pack
-from dcp_tiered.format.records import Commit, PackRef, Placement
-from dcp_tiered.interfaces import LocalTier, Tier
-from dcp_tiered.policy.packing import Candidate, group
+from dcp_tiered.format.manifest import Head
+from dcp_tiered.format.records import Commit, Record
+from dcp_tiered.interfaces import DurableTier, LocalTier
+from dcp_tiered.policy import takeover
 from dcp_tiered.services.catalog import Catalog, Published
+from dcp_tiered.services.claim import Claim
 from dcp_tiered.services.local_changes import LocalChanges
+from dcp_tiered.services.local_space import LocalSpace
 from dcp_tiered.services.other_nodes import UnpublishedShards
+from dcp_tiered.services.own_packs import OwnPacks
 from dcp_tiered.services.packs import PackStore
 from dcp_tiered.services.progress import Report, ReportFile, describe_error
-from dcp_tiered.version import __version__
 
 _log = logging.getLogger(__name__)
 _FIXABLE_PAUSE_S_MAX = 5.0
 """A wrong key or bucket is looked at again this often, so that `wait` gets its answer soon."""
 _BAD_TRIES_MAX = 3
 """Bytes that are wrong in memory once may be right the next time; on disk they stay wrong."""
+_OTHERS_PAUSE_S = (0.25, 60.0)
+"""Shortest and longest pause between two looks for packs or for a commit of other nodes."""
+_OTHERS_PAUSE_SHARE = 0.25
+"""Of the time waited so far: so the looks grow with its logarithm, and not with the time."""
 
 
 @dataclass(kw_only=True)
@@ -55,6 +58,10 @@ class _Open:
     """The same of the try that met `error`: `wait` believes it only if that try began later."""
     not_before: float = 0.0
     error: TieredError | None = None
+    log: dict[int, Record] = field(default_factory=dict)
+    """The records of the id that were read so far."""
+    claim: Claim | None = None
+    """What is on the durable tier once all of this node's packs are; None before."""
     settled: bool = False
     """Durable, or given up for good: not looked at again."""
     late: bool = False
@@ -79,7 +86,7 @@ class Flusher:
     def __init__(
         self,
         local: LocalTier,
-        durable: Tier,
+        durable: DurableTier,
         node: str,
         limits: Limits,
         stop: Callable[[], bool],
@@ -93,8 +100,10 @@ class Flusher:
         self._open: dict[str, _Open] = {}
         self._changes = LocalChanges(local)
         self._reports = ReportFile(run_path=local.root)
+        self._space = LocalSpace(self._catalog, local, limits)
+        self._own_packs = OwnPacks(self._catalog, local, self._packs, node, limits, stop)
         self._unpublished = UnpublishedShards(
-            self._catalog, self._packs, local, node, limits, self._reports
+            self._catalog, self._own_packs, local, limits, self._reports
         )
 
     def run(self, idle_exit_s: float) -> None:
@@ -108,9 +117,13 @@ class Flusher:
                 return
             time.sleep(self._limits.poll_s)
 
-    def step(self) -> bool:
-        """Try every checkpoint whose time has come; return whether any is still open."""
-        work = self._work()
+    def step(self, ranked: Callable[[list[str]], list[str]] = list) -> bool:
+        """Try every checkpoint whose time has come; return whether any is still open.
+
+        Args:
+            ranked: Brings ids into the order in which to try them; they come oldest first.
+        """
+        work = ranked(self._work())
         for checkpoint_id in work:
             if self._stop():
                 return True
@@ -118,7 +131,9 @@ class Flusher:
                 continue
             if not self._try(checkpoint_id):
                 break
+            self._space.trim()
         waiting = self._unpublished.step()
+        self._space.trim()
         return waiting or any(self._open[name].keeps_us() for name in work)
 
     def has_work(self) -> bool:
@@ -194,9 +209,7 @@ class Flusher:
         except ConflictError as exc:
             self._settle(checkpoint_id, state, exc, "conflict")
         except IncompleteError as exc:
-            state.late = time.monotonic() - state.since > self._limits.incomplete_after_s
-            what = "incomplete" if state.late else "waiting"
-            self._retry(checkpoint_id, state, exc, what, fixable=not state.late)
+            self._await_others(checkpoint_id, state, exc)
         except CorruptError as exc:
             self._retry_few(checkpoint_id, state, exc, "damaged")
         except TieredError as exc:
@@ -234,6 +247,16 @@ class Flusher:
         else:
             self._retry(checkpoint_id, state, error, "failed")
 
+    def _await_others(self, checkpoint_id: str, state: _Open, error: TieredError) -> None:
+        """Come back when other nodes may have got on; the longer they take, the later."""
+        waited = time.monotonic() - state.since
+        state.late = waited > self._limits.incomplete_after_s
+        state.error, state.failed_at = error, state.tried_at
+        least, most = _OTHERS_PAUSE_S
+        state.not_before = time.monotonic() + min(most, max(least, waited * _OTHERS_PAUSE_SHARE))
+        self._report(checkpoint_id, state, "incomplete" if state.late else "waiting")
+        _log.info("%s is not durable yet: %s", checkpoint_id, error)
+
     def _retry(
         self,
         checkpoint_id: str,
@@ -244,6 +267,7 @@ class Flusher:
         fixable: bool = False,
     ) -> None:
         """Come back to a checkpoint later; soon, if it waits for something that may change soon."""
+        state.claim = None  # what was on the durable tier may be gone
         state.error, state.failed_at = error, state.tried_at
         self._pause(state, _FIXABLE_PAUSE_S_MAX if fixable else self._limits.flush_retry_s_max)
         self._report(checkpoint_id, state, what)
@@ -268,104 +292,65 @@ class Flusher:
     def _flush(self, published: Published) -> Commit:
         """Bring one checkpoint to the durable tier: manifest, then packs, then the record."""
         head = published.head
-        highest, mine = self._catalog.may_commit(head)
+        state = self._open[head.checkpoint_id]
+        self._catalog.follow(head.checkpoint_id, state.log)
+        highest, mine = self._catalog.may_commit(head, state.log)
         if mine is not None:
             self._catalog.note(mine, highest)
             return mine
-        state = self._open[head.checkpoint_id]
-        self._report(head.checkpoint_id, state, "uploading")
-        self._catalog.put_manifest(published)
-        packs = self._upload_own(head, state)
-        return self._catalog.commit(head, lambda: self._claim(published, packs))
+        turn = self._turn(head)
+        if state.claim is None:
+            self._report(head.checkpoint_id, state, "uploading")
+            if turn == 0:
+                self._catalog.put_manifest(published)
+            state.claim = self._upload_own(published, state)
+        self._await_turn(head, state, turn)
+        state.claim.look()
+        if turn > 0:
+            _log.warning("committing %s in place of node %s", head.checkpoint_id, head.node)
+            self._catalog.put_manifest(published)
+        return self._catalog.commit(head, state.claim.make)
 
-    def _upload_own(self, head: Head, state: _Open) -> dict[str, Pack]:
-        """Upload and verify this node's packs of a checkpoint; return all packs known so far."""
-        packs: dict[str, Pack] = {}
-        done = 0
-        for chosen in group(self._own_candidates(head), self._limits.pack_bytes_target):
-            crcs = {shard.name: shard.crc32c for shard in head.shards}
-            rows = [(one.name, one.length, crcs[one.name]) for one in chosen]
-            pack = plan_pack(head.checkpoint_id, self._node, rows, __version__)
-            if self._stop():
-                raise UnavailableError("flusher was asked to end", "durable", head.checkpoint_id)
-            self._packs.upload(head.checkpoint_id, pack)
-            packs[pack.name] = pack
-            done += pack.length
-            self._report(head.checkpoint_id, state, "uploading", done)
-        return packs
-
-    def _own_candidates(self, head: Head) -> list[Candidate]:
-        """Return the shard files that lie here, whichever id this node had when it sealed them."""
-        present = set(self._catalog.sealed(head.checkpoint_id))
-        return [
-            Candidate(name=shard.name, rank=layout.shard_rank(shard.name) or 0, length=shard.length)
-            for shard in head.shards
-            if shard.name in present
-        ]
-
-    def _claim(self, published: Published, packs: dict[str, Pack]) -> Commit:
-        """Return an attempt's commit, having proved that every shard file is in a verified pack."""
+    def _upload_own(self, published: Published, state: _Open) -> Claim:
+        """Upload and verify this node's packs of a checkpoint."""
         head = published.head
-        wanted = {shard.name: shard for shard in head.shards}
-        if wanted.keys() - _contents(packs.values()).keys():
-            self._packs.find(head.checkpoint_id, packs)
-        for pack in packs.values():
-            if not self._packs.is_verified(head.checkpoint_id, pack):
-                raise UnavailableError(
-                    "a pack is gone from the store", "durable", pack.name, "It is uploaded again."
-                )
-        where = _contents(packs.values())
-        missing = [wanted[name] for name in sorted(wanted.keys() - where.keys())]
-        if missing:
-            raise _incomplete(head.checkpoint_id, missing)
-        used = sorted({where[name][0].name for name in wanted})
-        for name, shard in wanted.items():
-            packed = where[name][1]
-            if (packed.length, packed.crc32c) != (shard.length, shard.crc32c):
-                raise CorruptError(
-                    "a pack holds another shard file than was saved", "durable", name
-                )
-        return Commit(
-            checkpoint_id=head.checkpoint_id,
-            attempt=head.attempt,
-            sequence=head.sequence,
-            step=head.step,
-            manifest_sha256=published.sha256,
-            manifest_length=len(published.data),
-            packs=tuple(
-                PackRef(name=name, length=packs[name].length, crc32c=packs[name].crc32c)
-                for name in used
-            ),
-            placements=tuple(
-                Placement(
-                    shard=name, pack=used.index(where[name][0].name), start=where[name][1].start
-                )
-                for name in sorted(wanted)
-            ),
-            bytes_stored=head.bytes_stored(),
-            committed_by=self._node,
-            committed_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        present = set(self._catalog.sealed(head.checkpoint_id))
+        rows = [
+            (shard.name, shard.length, shard.crc32c)
+            for shard in head.shards
+            if shard.name in present  # whichever id this node had when it sealed them
+        ]
+        packs = self._own_packs.upload(
+            head.checkpoint_id,
+            rows,
+            lambda done: self._report(head.checkpoint_id, state, "uploading", done),
         )
+        claim = Claim(self._packs, published, self._node)
+        claim.add(packs)
+        return claim
 
+    def _turn(self, head: Head) -> int:
+        """Return 0 on the coordinator's node, else how many turns of others come before ours."""
+        present = set(self._catalog.sealed(head.checkpoint_id))
+        here = {shard.node for shard in head.shards if shard.name in present}
+        nodes = {shard.node for shard in head.shards}
+        if self._node == head.node or head.node in here or here == nodes:
+            return 0
+        return takeover.turn(head.attempt, nodes, head.node, min(here, default=self._node))
 
-def _incomplete(checkpoint_id: str, missing: list[ShardRef]) -> IncompleteError:
-    """Return the error that names the nodes and ranks whose shard files are not there."""
-    ranks: dict[str, list[int]] = {}
-    for shard in missing:
-        ranks.setdefault(shard.node, []).append(layout.shard_rank(shard.name) or 0)
-    parts = [
-        f"node {node} (ranks {', '.join(map(str, sorted(numbers)))[:80]})"
-        for node, numbers in sorted(ranks.items())
-    ]
-    return IncompleteError(
-        f"shard files of {len(parts)} nodes are not on the durable tier yet:"
-        f" {'; '.join(parts)[:400]}",
-        "durable",
-        checkpoint_id,
-        "Their flushers may still be at work; 'dcp-tiered status' on those nodes tells.",
-    )
+    def _await_turn(self, head: Head, state: _Open, turn: int) -> None:
+        """Pass on the coordinator's node, or when others have left the commit to us for too long.
 
-
-def _contents(packs: Iterable[Pack]) -> dict[str, tuple[Pack, PackedShard]]:
-    """Return in which pack each shard file lies."""
-    return {shard.name: (pack, shard) for pack in packs for shard in pack.shards}
+        Raises:
+            IncompleteError: It is not our turn yet.
+        """
+        limits = self._limits
+        begin = takeover.begins_after_s(turn, limits.commit_takeover_s, limits.incomplete_after_s)
+        if begin is not None and time.monotonic() - state.since >= begin:
+            return
+        raise IncompleteError(
+            f"this node's packs are there, and node {head.node} has not committed them yet",
+            "durable",
+            head.checkpoint_id,
+            "Look at 'dcp-tiered status' on that node; if it is lost, others commit in its place.",
+        )

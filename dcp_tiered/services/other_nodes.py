@@ -1,8 +1,12 @@
 """The part of a flush on nodes that did not publish: the coordinator's manifest is not here.
 
 Shard files of such a node are uploaded once the node's other ranks have sealed theirs, or after a
-linger time, and then the commit is awaited. Where all ranks are on this node, shard files without a
-manifest are a save that is still going on or one that died, so they stay where they are.
+linger time. Then the manifest, which the coordinator's node puts on the durable tier, is awaited
+and published here too, so that a resume and `wait` find it; from then on the flusher treats the
+checkpoint like one of its own. A commit that comes first does as well.
+
+Where all ranks are on this node, shard files without a manifest are a save that is still going on
+or one that died, so they stay where they are.
 """
 
 import logging
@@ -10,29 +14,21 @@ import time
 from dataclasses import dataclass, field
 
 from dcp_tiered.config import Limits
-from dcp_tiered.errors import AlreadyExistsError, CorruptError, IncompleteError, TieredError
-from dcp_tiered.format import layout
-from dcp_tiered.format.footer import TRAILER_BYTES, decode_trailer
-from dcp_tiered.format.pack import Pack, plan_pack
-from dcp_tiered.format.records import Commit, state_of
-from dcp_tiered.format.shardfile import (
-    END_MAGIC,
-    PAGE_BYTES,
-    Header,
-    decode_header,
-    decode_index,
-    file_crc,
-)
+from dcp_tiered.errors import CorruptError, IncompleteError, TieredError
+from dcp_tiered.format.manifest import decode_head
+from dcp_tiered.format.records import Commit, Record, state_of
+from dcp_tiered.format.shardfile import Header
 from dcp_tiered.interfaces import LocalTier
-from dcp_tiered.policy.packing import Candidate, group
+from dcp_tiered.services import shard_headers
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.local_changes import LocalChanges
-from dcp_tiered.services.packs import PackStore
+from dcp_tiered.services.own_packs import OwnPacks
 from dcp_tiered.services.progress import Report, ReportFile, describe_error
-from dcp_tiered.version import __version__
 
 _log = logging.getLogger(__name__)
 _ASK_S_MAX = 15.0
+_LOOK_S = 1.0
+"""How often the manifest is looked for while packs are uploaded, at most."""
 _BAD_TRIES_MAX = 3
 
 
@@ -44,6 +40,11 @@ class _Waiting:
     names: frozenset[str]
     headers: dict[str, Header] = field(default_factory=dict)
     uploaded: bool = False
+    log: dict[int, Record] = field(default_factory=dict)
+    """The records of the id that were read so far."""
+    attempts: set[str] = field(default_factory=set)
+    """Attempts whose manifests on the durable tier have been looked at."""
+    looked_at: float = 0.0
     asked: int = 0
     tried_at: float = 0.0
     not_before: float = 0.0
@@ -57,16 +58,14 @@ class UnpublishedShards:
     def __init__(
         self,
         catalog: Catalog,
-        packs: PackStore,
+        own_packs: OwnPacks,
         local: LocalTier,
-        node: str,
         limits: Limits,
         reports: ReportFile,
     ) -> None:
         self._catalog = catalog
-        self._packs = packs
+        self._own_packs = own_packs
         self._local = local
-        self._node = node
         self._limits = limits
         self._reports = reports
         self._changes = LocalChanges(local)
@@ -85,9 +84,13 @@ class UnpublishedShards:
         return {name: state.error for name, state in states.items() if state.error is not None}
 
     def step(self) -> bool:
-        """Upload what is ready and look for commits; return whether anything is still open."""
+        """Upload what is ready and look for commits; return whether anything was still open.
+
+        What has just got its manifest is open too: it goes on as a published checkpoint.
+        """
         self._look()
-        for checkpoint_id, waiting in list(self._waiting.items()):
+        begun = list(self._waiting.items())
+        for checkpoint_id, waiting in begun:
             if time.monotonic() < waiting.not_before:
                 continue
             waiting.tried_at = time.time()
@@ -101,7 +104,7 @@ class UnpublishedShards:
                 text = f"{type(exc).__name__}: {str(exc)[:200]}"
                 error = CorruptError(text, "local", checkpoint_id, "Look at flusher.log.")
                 self._failed(checkpoint_id, waiting, error)
-        return bool(self._waiting)
+        return bool(begun)
 
     def _failed(self, checkpoint_id: str, waiting: _Waiting, error: TieredError) -> None:
         """Note an error and come back later; damage is looked at a few times only."""
@@ -141,7 +144,7 @@ class UnpublishedShards:
                 continue
             mark = self._changes.mark(checkpoint_id)
             try:
-                names = self._unnamed(checkpoint_id)
+                names = self._catalog.unnamed(checkpoint_id)
             except TieredError as exc:
                 if checkpoint_id in self._waiting:
                     _log.warning("cannot look at shard files of %s: %s", checkpoint_id, exc)
@@ -154,21 +157,12 @@ class UnpublishedShards:
             elif known is None or known.names != names:
                 self._waiting[checkpoint_id] = _Waiting(since=time.monotonic(), names=names)
 
-    def _unnamed(self, checkpoint_id: str) -> frozenset[str]:
-        """Return the shard files that no manifest and no commit known on this node names.
-
-        A manifest alone does not answer for the whole directory: the coordinator may have been on
-        this node for an older save of the id and be on another one now.
-        """
-        sealed = frozenset(self._catalog.sealed(checkpoint_id))
-        if not sealed:
-            return sealed
-        sealed -= self._catalog.noted_shards(checkpoint_id)
-        return sealed - self._catalog.published_shards(checkpoint_id) if sealed else sealed
-
     def _advance(self, checkpoint_id: str, waiting: _Waiting) -> None:
         if not waiting.headers:
-            waiting.headers = {name: self._header(checkpoint_id, name) for name in waiting.names}
+            waiting.headers = {
+                name: shard_headers.header(self._local, checkpoint_id, name)
+                for name in waiting.names
+            }
         if not self._is_ready(waiting):
             return
         if all(_is_single_node(header) for header in waiting.headers.values()):
@@ -177,28 +171,43 @@ class UnpublishedShards:
         if not waiting.uploaded:
             self._upload(checkpoint_id, waiting)
             waiting.uploaded = True
-        if self._note_commit(checkpoint_id, waiting.names):
+        if self._is_settled(checkpoint_id, waiting):
+            return
+        waiting.asked += 1
+        waiting.not_before = time.monotonic() + min(_ASK_S_MAX, 0.25 * 2 ** min(waiting.asked, 8))
+        if time.monotonic() - waiting.since > self._limits.incomplete_after_s:
+            self._give_up(checkpoint_id, waiting)
+
+    def _is_settled(self, checkpoint_id: str, waiting: _Waiting) -> bool:
+        """Look for a commit and for a manifest; return whether nothing is left to wait for here."""
+        if self._note_commit(checkpoint_id, waiting):
             self._reports.drop(checkpoint_id)
             waiting.error = None
             if left := self._left_over(checkpoint_id, waiting.names):
                 waiting.names = left
                 self._end(checkpoint_id, waiting)
-            return
+            return True
         if waiting.names == self._left_over(checkpoint_id, waiting.names):
             self._end(checkpoint_id, waiting)
-            return
-        waiting.asked += 1
-        waiting.not_before = time.monotonic() + min(_ASK_S_MAX, 0.25 * 2 ** min(waiting.asked, 8))
-        if time.monotonic() - waiting.since > self._limits.incomplete_after_s:
-            waiting.error = IncompleteError(
-                "no commit names the shard files of this node",
-                "durable",
-                checkpoint_id,
-                "Look at 'dcp-tiered status' on the coordinator's node, which commits.",
-            )
-            self._report(checkpoint_id, waiting, "incomplete", waiting.error)
-            _log.error("giving up on shard files of %s: %s", checkpoint_id, waiting.error)
-            self._end(checkpoint_id, waiting)
+            return True
+        if self._adopt_manifest(checkpoint_id, waiting):
+            self._reports.drop(checkpoint_id)
+            self._waiting.pop(checkpoint_id)  # what it does not name is found at the next look
+            return True
+        return False
+
+    def _give_up(self, checkpoint_id: str, waiting: _Waiting) -> None:
+        ranks = ", ".join(str(header.rank) for header in waiting.headers.values())
+        waiting.error = IncompleteError(
+            "neither a manifest nor a commit on the durable tier names the shard files of this node"
+            f" (ranks {ranks[:80]})",
+            "durable",
+            checkpoint_id,
+            "The coordinator's node puts the manifest there: look at 'dcp-tiered status' on it.",
+        )
+        self._report(checkpoint_id, waiting, "incomplete", waiting.error)
+        _log.error("giving up on shard files of %s: %s", checkpoint_id, waiting.error)
+        self._end(checkpoint_id, waiting)
 
     def _end(self, checkpoint_id: str, waiting: _Waiting) -> None:
         self._ended[checkpoint_id] = waiting
@@ -215,40 +224,43 @@ class UnpublishedShards:
         return frozenset(name for name in names if self._sealed_at(checkpoint_id, name) < newest)
 
     def _sealed_at(self, checkpoint_id: str, name: str) -> int:
-        try:
-            return (self._local.root / checkpoint_id / name).stat().st_mtime_ns
-        except OSError:
-            return 0
+        return shard_headers.sealed_at(self._local, checkpoint_id, name)
 
     def _is_ready(self, waiting: _Waiting) -> bool:
-        expected = {header.local_world_size for header in waiting.headers.values()}
-        ranks = {header.rank for header in waiting.headers.values()}
-        complete = None not in expected and len(ranks) >= max(n for n in expected if n is not None)
+        complete = shard_headers.all_ranks_are_here(list(waiting.headers.values()))
         return complete or time.monotonic() - waiting.since >= self._limits.linger_s
 
     def _upload(self, checkpoint_id: str, waiting: _Waiting) -> None:
-        there: dict[str, Pack] = {}
-        self._packs.find(checkpoint_id, there)
-        packed = {shard.name for pack in there.values() for shard in pack.shards}
-        rows = {name: self._row(checkpoint_id, name) for name in waiting.names - packed}
-        candidates = [
-            Candidate(name=name, rank=layout.shard_rank(name) or 0, length=row[1])
-            for name, row in rows.items()
-        ]
-        for chosen in group(candidates, self._limits.pack_bytes_target):
-            pack = plan_pack(
-                checkpoint_id, self._node, [rows[one.name] for one in chosen], __version__
-            )
-            self._packs.upload(checkpoint_id, pack)
+        def uploaded(done: int) -> None:
+            # `wait("local")` on this node is not to last as long as an upload of many packs.
+            del done
+            if time.monotonic() - waiting.looked_at >= _LOOK_S:
+                waiting.looked_at = time.monotonic()
+                self._adopt_manifest(checkpoint_id, waiting)
 
-    def _note_commit(self, checkpoint_id: str, names: frozenset[str]) -> bool:
+        rows = [shard_headers.row(self._local, checkpoint_id, name) for name in waiting.names]
+        self._own_packs.upload(checkpoint_id, rows, uploaded)
+
+    def _note_commit(self, checkpoint_id: str, waiting: _Waiting) -> bool:
         """Copy the commit that names these shard files and its manifest, once they are there."""
-        highest, state = state_of(self._catalog.records(checkpoint_id))
-        if isinstance(state, Commit) and names & {place.shard for place in state.placements}:
+        self._catalog.follow(checkpoint_id, waiting.log)
+        highest, state = state_of(waiting.log)
+        if isinstance(state, Commit) and waiting.names & {one.shard for one in state.placements}:
             self._catalog.note(state, highest)
             self._copy_manifest(state)
             return True
         return False
+
+    def _adopt_manifest(self, checkpoint_id: str, waiting: _Waiting) -> bool:
+        """Publish here pending manifests that name these shard files; return whether one does."""
+        for attempt, data in self._catalog.pending(checkpoint_id, waiting.attempts).items():
+            waiting.attempts.add(attempt)
+            try:
+                if waiting.names & {shard.name for shard in decode_head(data).shards}:
+                    self._catalog.adopt(checkpoint_id, data)
+            except CorruptError as exc:
+                _log.warning("ignoring a damaged manifest of %s: %s", checkpoint_id, exc)
+        return not waiting.names <= self._catalog.unnamed(checkpoint_id)
 
     def _copy_manifest(self, commit: Commit) -> None:
         """Show the manifest of a committed checkpoint on this node too: a resume looks here first.
@@ -258,31 +270,9 @@ class UnpublishedShards:
         try:
             published = self._catalog.published(commit.checkpoint_id)
             if published is None or published.head.sequence < commit.sequence:
-                number = 1 if published is None else published.number + 1
-                name = layout.published_name(number)
-                data = self._catalog.manifest_of(commit)
-                self._local.put(layout.key(commit.checkpoint_id, name), data)
-        except AlreadyExistsError:
-            pass
+                self._catalog.adopt(commit.checkpoint_id, self._catalog.manifest_of(commit))
         except TieredError as exc:
             _log.warning("no copy of the manifest of %s here: %s", commit.checkpoint_id, exc)
-
-    def _header(self, checkpoint_id: str, name: str) -> Header:
-        page = bytearray(PAGE_BYTES)
-        self._local.read_into(layout.key(checkpoint_id, name), 0, memoryview(page))
-        return decode_header(bytes(page))
-
-    def _row(self, checkpoint_id: str, name: str) -> tuple[str, int, int]:
-        """Return name, length and checksum of a shard file from its own footer."""
-        key = layout.key(checkpoint_id, name)
-        length = self._local.head(key).length
-        end = bytearray(TRAILER_BYTES)
-        self._local.read_into(key, length - TRAILER_BYTES, memoryview(end))
-        trailer = decode_trailer(bytes(end), length, END_MAGIC)
-        tail = bytearray(length - trailer.start)
-        self._local.read_into(key, trailer.start, memoryview(tail))
-        index = decode_index(trailer, bytes(tail[: trailer.stored_length]))
-        return name, length, file_crc(index, bytes(tail))
 
 
 def _is_single_node(header: Header) -> bool:

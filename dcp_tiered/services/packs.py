@@ -10,11 +10,14 @@ from dcp_tiered.format import layout
 from dcp_tiered.format.columns import canonical_json, parse_json
 from dcp_tiered.format.footer import TRAILER_BYTES
 from dcp_tiered.format.pack import Pack, decode_pack, decode_pack_trailer
-from dcp_tiered.interfaces import LocalTier, ObjectInfo, Tier
+from dcp_tiered.interfaces import DurableTier, LocalTier, ObjectInfo
+from dcp_tiered.services.catalog import parallel
 from dcp_tiered.services.pack_source import PackSource
 
 _OK_BYTES_MAX = 1 << 16
 _READ_BACK_BYTES = 8 << 20
+_TAIL_BYTES = 64 << 10
+"""Most footers are shorter, so one request reads them with their trailer."""
 _TAIL_BYTES_MAX = 1 << 24
 
 
@@ -23,7 +26,7 @@ class PackStore:
     """The packs of a run on the durable tier."""
 
     local: LocalTier
-    durable: Tier
+    durable: DurableTier
 
     def upload(self, checkpoint_id: str, pack: Pack) -> None:
         """Bring a pack to the durable tier and verify it there."""
@@ -43,44 +46,56 @@ class PackStore:
         A store that keeps a checksum of the whole object answers by itself; for any other the
         uploader's `.ok` object counts, which it puts after reading the pack back.
         """
-        key = layout.key(checkpoint_id, pack.name)
         try:
-            info = self.durable.head(key)
-            if info.crc32c is None:
-                ok = self.durable.get(
-                    layout.key(checkpoint_id, layout.ok_name(pack.name)), _OK_BYTES_MAX
-                )
-                if parse_json(ok) != _ok(pack):
-                    return False
+            info = self.durable.head(layout.key(checkpoint_id, pack.name))
+            return self._is(checkpoint_id, info, pack)
         except AbsentError:
             return False
-        return info.length == pack.length and info.crc32c in (None, pack.crc32c)
 
-    def find(self, checkpoint_id: str, known: dict[str, Pack]) -> None:
-        """Add to `known`, by name, the verified packs of a checkpoint that are not in it yet."""
-        for key in self.durable.list_keys(layout.key(checkpoint_id, "packs")):
-            name = key.partition("/")[2]
-            if layout.pack_node(name) is None or name in known:
-                continue
-            pack = self._read(checkpoint_id, name)
-            if pack is not None and self.is_verified(checkpoint_id, pack):
-                known[name] = pack
+    def find(self, checkpoint_id: str, known: dict[str, Pack], node: str | None = None) -> None:
+        """Add to `known`, by name, the verified packs of a checkpoint that are not in it yet.
+
+        Args:
+            checkpoint_id: The checkpoint.
+            known: Packs that need not be read again.
+            node: Only packs of this one, None for those of all.
+        """
+        keys = self.durable.list_keys(layout.key(checkpoint_id, "packs"))
+        names = {key.partition("/")[2] for key in keys} - known.keys()
+        nodes = {name: layout.pack_node(name) for name in names}
+        wanted = sorted(n for n, its in nodes.items() if its is not None and node in (None, its))
+        found = parallel(lambda name: self._read(checkpoint_id, name), wanted)
+        known.update({pack.name: pack for pack in found if pack is not None})
 
     def _read(self, checkpoint_id: str, name: str) -> Pack | None:
-        """Return the pack behind a name from its footer, None when it cannot be one."""
+        """Return the pack behind a name from its footer, None when it is no verified one."""
         key = layout.key(checkpoint_id, name)
         try:
-            length = self.durable.head(key).length
-            end = bytearray(min(TRAILER_BYTES, length))
-            self.durable.read_into(key, length - len(end), memoryview(end))
-            trailer = decode_pack_trailer(bytes(end), length)
-            if length - trailer.start > _TAIL_BYTES_MAX:
+            info = self.durable.head(key)
+            end = self._end(info, min(_TAIL_BYTES, info.length))
+            trailer = decode_pack_trailer(end[-TRAILER_BYTES:], info.length)
+            size = info.length - trailer.start
+            if size > _TAIL_BYTES_MAX:
                 return None
-            tail = bytearray(length - trailer.start)
-            self.durable.read_into(key, trailer.start, memoryview(tail))
-            return decode_pack(name, trailer, bytes(tail))
+            tail = end[-size:] if size <= len(end) else self._end(info, size)
+            pack = decode_pack(name, trailer, tail)
+            return pack if self._is(checkpoint_id, info, pack) else None
         except (AbsentError, CorruptError):
             return None
+
+    def _end(self, info: ObjectInfo, size: int) -> bytes:
+        data = bytearray(size)
+        self.durable.read_into(info.key, info.length - size, memoryview(data))
+        return bytes(data)
+
+    def _is(self, checkpoint_id: str, info: ObjectInfo, pack: Pack) -> bool:
+        """Tell whether what the store says of an object makes it a verified pack."""
+        if info.length != pack.length or info.crc32c not in (None, pack.crc32c):
+            return False
+        if info.crc32c is not None:
+            return True
+        ok = self.durable.get(layout.key(checkpoint_id, layout.ok_name(pack.name)), _OK_BYTES_MAX)
+        return parse_json(ok) == _ok(pack)
 
     def _verify_upload(self, checkpoint_id: str, pack: Pack, info: ObjectInfo) -> None:
         key = layout.key(checkpoint_id, pack.name)

@@ -15,7 +15,9 @@ from typing import Any
 
 from dcp_tiered import errors
 from dcp_tiered.errors import (
+    AbsentError,
     ConflictError,
+    CorruptError,
     InvalidError,
     ResidencyError,
     TieredError,
@@ -25,7 +27,7 @@ from dcp_tiered.format import layout
 from dcp_tiered.format.records import Commit
 from dcp_tiered.interfaces import LocalTier
 from dcp_tiered.services import identity
-from dcp_tiered.services.catalog import Catalog
+from dcp_tiered.services.catalog import Catalog, replace
 from dcp_tiered.services.identity import ProcessIdentity
 from dcp_tiered.services.lock import FlusherLock
 
@@ -34,6 +36,9 @@ _FINAL = ("conflict", "damaged")
 """States that no credentials and no waiting can change."""
 _ASK_S = 1.0
 """How often `wait` asks the store itself, where nothing on this node could tell."""
+_SKEW_NS = 1_000_000_000
+"""How far the clocks of two nodes may be apart when a rank asks for a replaced checkpoint."""
+_NOTE_BYTES_MAX = 64
 _PRIVATE = 0o600
 
 
@@ -59,8 +64,10 @@ class CheckpointStatus:
     """One line of `status`."""
 
     checkpoint_id: str
+    level: str
+    """`staged` (shard files, no manifest known here), `local` or `durable`, as `wait` means it."""
     state: str
-    """`saving`, `local`, `durable`, or what the flusher reports."""
+    """`saving`, `local`, `durable`, or what the flusher reports: what keeps it from the next."""
     step: int | None
     bytes_stored: int
     bytes_uploaded: int
@@ -200,6 +207,7 @@ def _line(
         state, uploaded = report.state, report.bytes_done
     return head.sequence, CheckpointStatus(
         checkpoint_id=checkpoint_id,
+        level="local",
         state=state,
         step=head.step,
         bytes_stored=head.bytes_stored(),
@@ -217,6 +225,7 @@ def _bare(
 ) -> CheckpointStatus:
     return CheckpointStatus(
         checkpoint_id=checkpoint_id,
+        level="durable" if state == "durable" else "staged",
         state=state,
         step=layout.step_of(checkpoint_id) if step is None else step,
         bytes_stored=bytes_stored,
@@ -239,8 +248,10 @@ def wait(  # noqa: PLR0913 - the writer's one caller names them all
 ) -> None:
     """Block until a checkpoint of this node is `local` or `durable`.
 
-    What has to be in it is this rank's newest sealed shard file of that id, so that the answer is
-    not about an older save under the same id.
+    What has to be in it is this rank's newest sealed shard file of that id, and it has to be newer
+    than the last save that this rank began in order to replace it: the answer is not about an older
+    save under the same id. After `dcp.async_save` the save has begun for certain when its future is
+    done.
 
     Args:
         catalog: The run's catalog.
@@ -263,16 +274,18 @@ def wait(  # noqa: PLR0913 - the writer's one caller names them all
     """
     begun, deadline, ask_at = time.time(), time.monotonic() + timeout_s, 0.0
     while True:
+        since = _asked_at(local, checkpoint_id, rank) - _SKEW_NS
         if level == "local":
-            if _is_local(catalog, local, checkpoint_id, rank):
+            if _is_local(catalog, local, checkpoint_id, rank, since):
                 return
-        elif _is_durable(catalog, local, checkpoint_id, rank, launch):
+            keep_flusher()  # on other nodes than the coordinator's it brings the manifest
+        elif _is_durable(catalog, local, checkpoint_id, rank, launch, since):
             return
-        elif catalog.sealed(checkpoint_id) or catalog.published(checkpoint_id) is not None:
+        elif _has_work(catalog, checkpoint_id):
             keep_flusher()
         elif time.monotonic() >= ask_at:
             # This node wrote nothing of it, so no flusher here will ever note its commit.
-            if _is_committed(catalog, checkpoint_id):
+            if _is_committed(catalog, checkpoint_id, since):
                 return
             ask_at = time.monotonic() + _ASK_S
         error, final = _error(catalog, local, checkpoint_id, begun)
@@ -283,11 +296,44 @@ def wait(  # noqa: PLR0913 - the writer's one caller names them all
         time.sleep(poll_s)
 
 
+def note_asked(local: LocalTier, checkpoint_id: str, rank: int) -> None:
+    """Note for `wait` that a rank begins to replace a checkpoint now: the old one does not count.
+
+    A node may have no shard file of the new save that would tell the two apart.
+    """
+    key = layout.key(checkpoint_id, layout.asked_name(rank))
+    replace(local, key, str(time.time_ns()).encode())
+
+
+def _asked_at(local: LocalTier, checkpoint_id: str, rank: int) -> int:
+    """Return when a rank last began to replace a checkpoint, nanoseconds; 0 if it never did."""
+    key = layout.key(checkpoint_id, layout.asked_name(rank))
+    try:
+        return int(local.get(key, _NOTE_BYTES_MAX))
+    except (AbsentError, CorruptError, ValueError):
+        return 0
+
+
+def _has_work(catalog: Catalog, checkpoint_id: str) -> bool:
+    """Tell whether the flusher of this node is going to learn of a commit that is not known yet."""
+    if catalog.unnamed(checkpoint_id):
+        return True
+    published, commit = catalog.published(checkpoint_id), catalog.noted(checkpoint_id)
+    if published is None:
+        return False
+    return commit is None or commit.attempt != published.head.attempt
+
+
 def _is_durable(
-    catalog: Catalog, local: LocalTier, checkpoint_id: str, rank: int, launch: str | None
+    catalog: Catalog,
+    local: LocalTier,
+    checkpoint_id: str,
+    rank: int,
+    launch: str | None,
+    since: int,
 ) -> bool:
     commit = catalog.noted(checkpoint_id)
-    if commit is None:
+    if commit is None or commit.sequence < since:
         return False
     mine = _newest_shard(catalog, local, checkpoint_id, rank)
     if mine is not None and _names(commit, mine):
@@ -302,20 +348,25 @@ def _is_durable(
     return published is None or published.head.attempt == commit.attempt
 
 
-def _is_local(catalog: Catalog, local: LocalTier, checkpoint_id: str, rank: int) -> bool:
+def _is_local(
+    catalog: Catalog, local: LocalTier, checkpoint_id: str, rank: int, since: int
+) -> bool:
     mine = _newest_shard(catalog, local, checkpoint_id, rank)
     published = catalog.published(checkpoint_id)
-    if published is not None:
+    if published is not None and published.head.sequence >= since:
         return mine is None or mine in {shard.name for shard in published.head.shards}
     commit = catalog.noted(checkpoint_id)
-    return commit is not None and mine is not None and _names(commit, mine)
+    if commit is None or commit.sequence < since:
+        return False
+    return mine is not None and _names(commit, mine)
 
 
-def _is_committed(catalog: Catalog, checkpoint_id: str) -> bool:
+def _is_committed(catalog: Catalog, checkpoint_id: str, since: int) -> bool:
     try:
-        return isinstance(catalog.state(checkpoint_id), Commit)
+        state = catalog.state(checkpoint_id)
     except UnavailableError:
         return False
+    return isinstance(state, Commit) and state.sequence >= since
 
 
 def _names(commit: Commit, shard: str) -> bool:

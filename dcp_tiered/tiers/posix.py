@@ -1,4 +1,4 @@
-"""A tier that is a directory: NVMe, Lustre, NFS. Temporary, fsync, link, fsync of the directory.
+"""A tier that is a directory: NVMe, or a mount. Temporary, fsync, link, fsync of the directory.
 
 An object appears by `link`, which fails when the name is taken: that makes creation exclusive on
 any POSIX file system, and no reader ever sees a part of one. Rename would replace silently.
@@ -14,15 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from awscrt.checksums import crc32c
-
 from dcp_tiered.errors import (
     AbsentError,
     AlreadyExistsError,
     CorruptError,
     from_os_error,
 )
-from dcp_tiered.interfaces import ObjectInfo, Source
+from dcp_tiered.interfaces import ObjectInfo
 from dcp_tiered.syscalls import PAGE_BYTES, address, direct_alignment, is_cached, open_direct
 
 _COPY_BYTES = 8 << 20
@@ -58,12 +56,12 @@ class PosixTier:
         return self.root / key
 
     @contextmanager
-    def create(self, key: str) -> Iterator["_StagedFile"]:
+    def create(self, key: str) -> Iterator["StagedPath"]:
         """Open a staged file; leaving the context without `seal` leaves nothing behind."""
         path = self.path(key)
         with self._errors(path, "create a file"):
-            _make_directory(path.parent, self.base)
-            staged = _StagedFile(path, self.name)
+            self._make_parent(path)
+            staged = StagedPath(path, self.name)
         try:
             yield staged
         finally:
@@ -76,33 +74,6 @@ class PosixTier:
             with self._errors(staged.path, "write", len(data)):
                 _write_all(staged.fd, data)
             staged.seal()
-
-    def upload(self, key: str, source: Source) -> ObjectInfo:
-        """Create a large object durably; see `Tier.upload`."""
-        there = ObjectInfo(key=key, length=source.length)
-        with contextlib.suppress(AbsentError):
-            self._check_same(key, source)
-            return there
-        with self.create(key) as staged:
-            crc = position = 0
-            while position < source.length:
-                data = source.pread(min(_COPY_BYTES, source.length - position), position)
-                crc = crc32c(data, crc)
-                with self._errors(staged.path, "write", source.length):
-                    _write_all(staged.fd, data)
-                position += len(data)
-            if crc != source.crc32c:
-                raise CorruptError(
-                    "bytes to copy do not have the checksum that they were saved with",
-                    "local",
-                    key,
-                    "The local copy is damaged: look at 'dmesg' for the device and save again.",
-                )
-            try:
-                staged.seal()
-            except AlreadyExistsError:
-                self._check_same(key, source)
-        return there
 
     def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole; see `Tier.get`."""
@@ -163,6 +134,9 @@ class PosixTier:
     def close(self) -> None:
         """Nothing to give back."""
 
+    def _make_parent(self, path: Path) -> None:
+        _make_directory(path.parent, self.base)
+
     @contextmanager
     def _open(self, key: str) -> Iterator[int]:
         with self._errors(self.path(key), "open"):
@@ -186,18 +160,6 @@ class PosixTier:
                 raise CorruptError(f"object ends at {start + done}", self.name, key)
             done += count
 
-    def _check_same(self, key: str, source: Source) -> None:
-        """Pass when the object that is there has the source's bytes."""
-        with self._open(key) as fd:
-            crc, position, length = 0, 0, os.fstat(fd).st_size
-            while position < length:
-                with self._errors(self.path(key), "read"):
-                    data = os.pread(fd, _COPY_BYTES, position)
-                crc = crc32c(data, crc)
-                position += len(data)
-        if (length, crc) != (source.length, source.crc32c):
-            raise CorruptError("object is there with other bytes than ours", self.name, key)
-
     @contextmanager
     def _errors(self, path: Path, doing: str, bytes_asked: int | None = None) -> Iterator[None]:
         try:
@@ -210,7 +172,7 @@ class PosixTier:
             raise from_os_error(exc, self.name, str(path), doing, bytes_asked=bytes_asked) from exc
 
 
-class _StagedFile:
+class StagedPath:
     """A file without a name, or under a locked temporary one where O_TMPFILE is not known."""
 
     def __init__(self, path: Path, tier: str) -> None:

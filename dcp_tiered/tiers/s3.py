@@ -54,6 +54,7 @@ class S3Tier:
         request_timeout_s: Longest silence of the store within one request.
         request_retry_s: How long one request is tried again before its error is raised.
         part_bytes: Size of one request of a large upload.
+        connections_max: Requests on their way at once.
     """
 
     name = "durable"
@@ -66,10 +67,15 @@ class S3Tier:
         request_timeout_s: float,
         request_retry_s: float,
         part_bytes: int,
+        connections_max: int = 16,
     ) -> None:
         bucket, _, self._prefix = path.partition("/")
         self._requests = S3Requests(
-            bucket, options, request_timeout_s=request_timeout_s, request_retry_s=request_retry_s
+            bucket,
+            options,
+            request_timeout_s=request_timeout_s,
+            request_retry_s=request_retry_s,
+            connections_max=connections_max,
         )
         self._part_bytes = part_bytes
         self._retry_s = request_retry_s
@@ -94,7 +100,7 @@ class S3Tier:
             )
 
     def upload(self, key: str, source: Source) -> ObjectInfo:
-        """Create a large object; see `Tier.upload`.
+        """Create a large object; see `DurableTier.upload`.
 
         Its requests are tried again until `request_retry_s` and a time that its length allows for
         are over, however many there are. What the store says of it comes from the last reply, or

@@ -36,6 +36,16 @@ _RETRYABLE = {
     "XAmzContentSHA256Mismatch",
 }
 _RETRYABLE_STATUS = {408, 429, 500, 502, 503, 504}
+_OVERLOADED = {
+    "BandwidthLimitExceeded",
+    "RequestLimitExceeded",
+    "RequestThrottled",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequests",
+}
+_OVERLOADED_STATUS = {429, 503}
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
 _EXISTS = {"PreconditionFailed", "412"}
 _REDIRECTS = {
@@ -195,3 +205,10 @@ def refuses_checksums(exc: Exception, arguments: Mapping[str, Any]) -> bool:
 def is_expired(exc: Exception) -> bool:
     """Tell whether the credentials are too old."""
     return code_of(exc) in _EXPIRED
+
+
+def is_overloaded(exc: Exception) -> bool:
+    """Tell whether the store asks for fewer requests."""
+    response = getattr(exc, "response", None)
+    meta = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+    return code_of(exc) in _OVERLOADED or meta.get("HTTPStatusCode") in _OVERLOADED_STATUS

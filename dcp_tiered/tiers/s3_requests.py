@@ -17,17 +17,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from dcp_tiered.errors import InvalidError, ResidencyError, TieredError
+from dcp_tiered.errors import InvalidError, TieredError
 from dcp_tiered.tiers.s3_body import send_in_blocks
 from dcp_tiered.tiers.s3_errors import (
-    ELSEWHERE,
     TIER,
     ChecksumRefusedError,
     is_expired,
+    is_overloaded,
     lacks_credentials,
     refuses_checksums,
     translate,
 )
+from dcp_tiered.tiers.s3_gate import Gate
+from dcp_tiered.tiers.s3_pins import Anchor, Pin, PinOnly
 
 _log = logging.getLogger(__name__)
 
@@ -49,9 +51,11 @@ class S3Requests:
             config_kwargs.
         request_timeout_s: Longest silence of the store within one request.
         request_retry_s: How long one request is tried again before its error is raised.
+        connections_max: Requests on their way at once.
+        pin: Where requests may go at all; None without a residency policy.
 
     Raises:
-        InvalidError: An option is one that s3fs obeys and this would not.
+        InvalidError: An option is one that s3fs obeys and this would not, or leads around the pin.
     """
 
     def __init__(
@@ -61,23 +65,30 @@ class S3Requests:
         *,
         request_timeout_s: float,
         request_retry_s: float,
+        connections_max: int,
+        pin: Pin | None = None,
     ) -> None:
         self.bucket = bucket
+        self.pin = pin
         self._options = dict(options)
         self._timeout_s = request_timeout_s
         self._retry_s = request_retry_s
+        self._connections_max = connections_max
         self._client: Any = None
         self._lock = threading.Lock()
+        self._gate = Gate(connections_max)
         _alive.add(self)
         ignored = [name for name in _NOT_PASSED_ON if options.get(name)]
         if ignored:
             raise InvalidError(
                 f"s3 option {ignored[0]} is not supported", TIER, f"s3://{bucket}", "Leave it out."
             )
+        if pin is not None:
+            pin.check_options(bucket, options)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave connections and locks behind: a client does not survive another process."""
-        return {**self.__dict__, "_client": None, "_lock": None}
+        return {**self.__dict__, "_client": None, "_lock": None, "_gate": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -123,8 +134,11 @@ class S3Requests:
                 client = self._connect()
                 if fresh is not None:
                     arguments |= fresh()
-                reply = getattr(client, operation)(Bucket=self.bucket, **arguments)
-                return reply if use is None else use(reply)
+                waited = time.monotonic()
+                with self._gate.slot() as sent_in:
+                    # A turn at the gate is no silence of the store.
+                    deadline = min(deadline + time.monotonic() - waited, until)
+                    return self._send(client, operation, arguments, use, sent_in)
             except TieredError:
                 raise
             except Exception as exc:
@@ -144,6 +158,28 @@ class S3Requests:
                 if _stopped_within(stop, pause):
                     raise error from exc
 
+    def _send(
+        self,
+        client: Any,
+        operation: str,
+        arguments: Mapping[str, Any],
+        use: Callable[[Any], Any] | None,
+        sent_in: int,
+    ) -> Any:
+        """Send one request once, and tell the gate how that went."""
+        owner = self.pin.owner if self.pin is not None else None
+        if owner is not None:
+            arguments = {**arguments, "ExpectedBucketOwner": owner}
+        try:
+            reply = getattr(client, operation)(Bucket=self.bucket, **arguments)
+            result = reply if use is None else use(reply)
+        except Exception as exc:
+            if is_overloaded(exc) and self._gate.slow_down(sent_in):
+                _log.info("store is overloaded, %d requests at once now", self._gate.allowed)
+            raise
+        self._gate.went_well()
+        return result
+
     def close(self) -> None:
         """Give connections back."""
         self._drop(self._client)
@@ -155,6 +191,7 @@ class S3Requests:
         """
         self._client = None
         self._lock = threading.Lock()
+        self._gate = Gate(self._connections_max)
         _alive.add(self)
 
     def _connect(self) -> Any:
@@ -172,6 +209,22 @@ class S3Requests:
         client.close()
 
     def _new_client(self) -> Any:
+        made = self._bare_client("s3")
+        made.meta.events.register_first("before-send.s3", Anchor(f"s3://{self.bucket}", self.pin))
+        made.meta.events.register_last("before-send.s3", send_in_blocks)
+        return made
+
+    def asking_client(self, service: str) -> Any:
+        """Return a client for questions about this and other buckets, which never leave the pin.
+
+        Args:
+            service: `s3`, or `s3control` for questions about the account.
+        """
+        made = self._bare_client(service)
+        made.meta.events.register_first("before-send", PinOnly(f"s3://{self.bucket}", self.pin))
+        return made
+
+    def _bare_client(self, service: str) -> Any:
         import botocore.session
         from botocore import UNSIGNED
         from botocore.config import Config
@@ -184,63 +237,36 @@ class S3Requests:
         session.register_component("data_loader", _shared_loader())
         given = dict(options.get("config_kwargs") or {})
         s3 = {"payload_signing_enabled": False, **given.pop("s3", {})}
+        pinned = self.pin.client_options() if self.pin is not None else {}
         if client.get("endpoint_url"):
             s3.setdefault("addressing_style", "path")
         settings = {
             "connect_timeout": min(5.0, self._timeout_s),
             "read_timeout": self._timeout_s,
-            "max_pool_connections": 16,
+            "max_pool_connections": self._connections_max,
             "tcp_keepalive": True,
             # Many compatible stores refuse the trailing checksums that newer SDKs send by default.
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
             **({"signature_version": UNSIGNED} if options.get("anon") else {}),
             **given,
-            "s3": s3,
+            **pinned,
+            "s3": s3 | pinned.get("s3", {}),
             # One retry layer, ours: botocore's would multiply with it.
             "retries": {"total_max_attempts": 1},
         }
-        made = session.create_client(
-            "s3",
+        return session.create_client(
+            service,
             config=Config(**settings),
             aws_access_key_id=options.get("key"),
             aws_secret_access_key=options.get("secret"),
             aws_session_token=options.get("token"),
             **client,
         )
-        made.meta.events.register_first("before-send.s3", _Anchor(f"s3://{self.bucket}"))
-        made.meta.events.register_last("before-send.s3", send_in_blocks)
-        return made
 
     def _endpoint(self) -> str:
         client = self._client
         return "Amazon S3" if client is None else str(urlsplit(client.meta.endpoint_url).netloc)
-
-
-class _Anchor:
-    """Keeps every request of a client in the place that its first one went to.
-
-    botocore follows a bucket into whatever region the store names: it signs again, sends the body
-    there, and remembers. A region in the settings is no pin, and there is no switch.
-    """
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._place: tuple[str, str, str] | None = None
-
-    def __call__(self, request: Any, **_: Any) -> None:
-        url = urlsplit(request.url)
-        place = (url.scheme, url.netloc, _signing_region(request.headers))
-        # The first request of a client is on its way before any reply could have led it astray.
-        if self._place is None:
-            self._place = place
-        if place != self._place:
-            raise ResidencyError(
-                f"store redirects from {_said(self._place)} to {_said(place)}",
-                TIER,
-                self._where,
-                ELSEWHERE,
-            )
 
 
 def crc_header(crc: int) -> str:
@@ -264,19 +290,6 @@ def _shared_loader() -> Any:
     import botocore.loaders
 
     return botocore.loaders.create_loader()
-
-
-def _signing_region(headers: Any) -> str:
-    """Return the region in a signature's scope, empty for a request that is not signed."""
-    value = headers.get("Authorization", b"")
-    text = value.decode() if isinstance(value, bytes) else value
-    scope = text.partition("Credential=")[2].partition(",")[0].split("/")
-    return scope[-3] if len(scope) >= 5 else ""  # noqa: PLR2004 - key/date/region/service/aws4_request
-
-
-def _said(place: tuple[str, str, str]) -> str:
-    scheme, host, region = place
-    return f"{scheme}://{host}" + (f" in region {region}" if region else "")
 
 
 def _stopped_within(stop: threading.Event | None, pause_s: float) -> bool:

@@ -127,7 +127,7 @@ CHECKS: dict[str, tuple[int, list[Callable[[Answer], None]]]] = {
     "save_vs_line_rate": (1, [check_speed]),
     "stall_vs_copy": (2, [check_time]),
     "cpu_per_gb": (2, [check_cpu]),
-    "trainer_interference": (2, [check_interference]),
+    "trainer_interference": (3, [check_interference]),
     "many_tensors": (4, [check_tensors]),
     "load_vs_line_rate": (2, [check_load]),
     "memory": (3, [check_memory]),

@@ -15,11 +15,12 @@ import pytest
 from dcp_tiered.errors import AbsentError, CorruptError, InvalidError, UnavailableError
 from dcp_tiered.tiers.posix import PosixTier
 from tests.support.sources import BytesSource, pattern
+from tests.support.tiers import mounted_tier
 
 
 @pytest.fixture
 def tier(tmp_path: Path) -> PosixTier:
-    return PosixTier(tmp_path / "run", tmp_path, "local")
+    return mounted_tier(tmp_path / "run", tmp_path)
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ def test_what_the_system_refuses_is_kept(
         tier.put("step-1/a", b"x" * 4321)
     error = raised.value
     assert error.errno == code
-    assert (error.tier, error.key) == ("local", str(tier.root / "step-1/a"))
+    assert (error.tier, error.key) == ("durable", str(tier.root / "step-1/a"))
     assert "4321 bytes asked" in error.message
     assert "bytes free" in error.message
     assert error.hint
@@ -161,7 +162,7 @@ def small_disk(tmp_path: Path) -> Any:
 
 
 def test_a_full_disk_says_how_much_was_asked_and_is_free(small_disk: Path) -> None:
-    tier = PosixTier(small_disk / "run", small_disk, "local")
+    tier = mounted_tier(small_disk / "run", small_disk)
     tier.put("step-1/small", b"fits")
     for call in (
         lambda: tier.put("step-1/large", bytes(2 << 20)),
@@ -177,7 +178,7 @@ def test_a_full_disk_says_how_much_was_asked_and_is_free(small_disk: Path) -> No
 
 
 def test_a_read_only_mount_is_reported(small_disk: Path) -> None:
-    tier = PosixTier(small_disk / "run", small_disk, "local")
+    tier = mounted_tier(small_disk / "run", small_disk)
     tier.put("step-1/before", b"1")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(InvalidError) as raised:
@@ -222,7 +223,7 @@ def test_a_base_that_is_no_directory_is_an_error_and_not_an_empty_tier(
     base = tmp_path / "mount"
     if how == "file":
         base.write_bytes(b"")
-    tier = PosixTier(base / "run", base, "local")
+    tier = mounted_tier(base / "run", base)
     calls: list[Any] = [
         lambda: tier.put("step-1/a", b"1"),
         lambda: tier.upload("step-1/a", BytesSource(b"1")),

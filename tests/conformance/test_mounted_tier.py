@@ -1,4 +1,4 @@
-"""PosixTier keeps the promise of `Tier`, where O_TMPFILE is known and where it is not."""
+"""MountedTier keeps the promise of `Tier`, with each engine, and where O_TMPFILE is not known."""
 
 import errno
 import os
@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from dcp_tiered.tiers.posix import PosixTier
+from dcp_tiered.engines.buffered import BufferedEngine
+from dcp_tiered.interfaces import Engine
+from dcp_tiered.tiers.mounted import MountedTier
 from tests.conformance.tier_suite import TierSuite
+from tests.support.tiers import best_engine
 
 
 class PosixStore:
@@ -36,24 +39,35 @@ class PosixStore:
         return {str(path.relative_to(self._root)) for path in found}
 
 
-class TestPosixTier(TierSuite):
+def buffered_engine(directory: Path) -> Engine:
+    return BufferedEngine()
+
+
+class TestMountedTier(TierSuite):
+    engine_for = staticmethod(best_engine)
+
     @pytest.fixture(autouse=True)
     def _base(self, tmp_path: Path) -> None:
         self.base = tmp_path / "mount"
         self.base.mkdir()
 
-    def make_tier(self, root: str) -> PosixTier:
-        return PosixTier(self.base / root, self.base, "durable")
+    def make_tier(self, root: str) -> MountedTier:
+        return MountedTier(self.base / root, self.base, self.engine_for, 8)
 
     def make_store(self, root: str) -> PosixStore:
         return PosixStore(self.base / root)
 
-    def make_broken_tier(self, root: str, secret: str) -> PosixTier:
+    def make_broken_tier(self, root: str, secret: str) -> MountedTier:
         del secret  # a file system has none
-        return PosixTier(self.base / "not-mounted" / root, self.base / "not-mounted", "durable")
+        base = self.base / "not-mounted"
+        return MountedTier(base / root, base, self.engine_for, 8)
 
 
-class TestPosixTierWithoutTmpfile(TestPosixTier):
+class TestMountedTierThroughThePageCache(TestMountedTier):
+    engine_for = staticmethod(buffered_engine)
+
+
+class TestMountedTierWithoutTmpfile(TestMountedTier):
     """The same on a file system that does not know O_TMPFILE."""
 
     # Other processes know nothing of what is patched away in this one.

@@ -1,0 +1,149 @@
+"""What the local tier holds of each checkpoint: how much, whether it is durable, what may go."""
+
+import logging
+import os
+from dataclasses import dataclass
+
+from dcp_tiered.errors import TieredError, from_os_error
+from dcp_tiered.format import layout
+from dcp_tiered.format.shardfile import PAGE_BYTES, decode_header
+from dcp_tiered.interfaces import LocalTier
+from dcp_tiered.services.catalog import Catalog
+from dcp_tiered.services.local_changes import LocalChanges
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One checkpoint directory as it was looked at."""
+
+    attempt: str
+    sequence: int
+    bytes_all: int
+    durable: bool
+    waits: str | None
+    """The attempt that a flusher works on, empty where its manifest lies on another node."""
+    evictable: tuple[tuple[str, int], ...]
+    """Names and bytes that may go if the id is durable, in the order in which they go."""
+
+    def bytes_evictable(self) -> int:
+        """Return what an eviction frees, now or, for what is not durable, once it is."""
+        return sum(size for _, size in self.evictable) if self.durable else self.bytes_all
+
+
+class LocalContents:
+    """The checkpoint directories of one run on this node, each looked at when it has changed."""
+
+    def __init__(self, catalog: Catalog, local: LocalTier) -> None:
+        self._catalog = catalog
+        self._local = local
+        self._changes = LocalChanges(local)
+        self._found: dict[str, Found] = {}
+
+    def forget(self, checkpoint_id: str) -> None:
+        """Look at a directory again although its time may be the same after a change of ours."""
+        self._found.pop(checkpoint_id, None)
+
+    def look(self) -> dict[str, Found]:
+        """Return what is there now, by id."""
+        ids = self._catalog.local_ids()
+        for gone in self._found.keys() - set(ids):
+            del self._found[gone]
+        for checkpoint_id in ids:
+            if checkpoint_id in self._found and self._changes.is_unchanged(checkpoint_id):
+                continue
+            mark = self._changes.mark(checkpoint_id)
+            self._found[checkpoint_id] = self._find(checkpoint_id)
+            self._changes.remember(checkpoint_id, mark)
+        return self._found
+
+    def _find(self, checkpoint_id: str) -> Found:
+        files = self._files(checkpoint_id)
+        bytes_all = sum(found.st_size for found in files.values())
+        try:
+            return self._classify(checkpoint_id, files, bytes_all)
+        except TieredError as exc:
+            # Whatever cannot be read is nothing that may go, and nothing to wait for.
+            _log.warning("counting %s as it lies there: %s", checkpoint_id, exc)
+            return Found(
+                attempt="",
+                sequence=0,
+                bytes_all=bytes_all,
+                durable=False,
+                waits=None,
+                evictable=(),
+            )
+
+    def _classify(
+        self, checkpoint_id: str, files: dict[str, os.stat_result], bytes_all: int
+    ) -> Found:
+        published = self._catalog.published(checkpoint_id)
+        commit = self._catalog.noted(checkpoint_id)
+        placed = self._catalog.noted_shards(checkpoint_id)
+        attempt, sequence, durable, waits = "", 0, commit is not None, None
+        named = set(placed)
+        if published is not None:
+            head = published.head
+            attempt, sequence, waits = head.attempt, head.sequence, head.attempt
+            mine = {shard.name for shard in head.shards}
+            # An attempt that lost against the one that was committed stays here, all of it.
+            durable = commit is not None and mine <= placed
+            named |= mine
+        if commit is not None and durable:
+            attempt, sequence, waits = commit.attempt, commit.sequence, None
+        if strays := self._strays(checkpoint_id, files, named, placed):
+            durable, waits = False, waits or ""
+            sequence = max(sequence, *(files[name].st_mtime_ns for name in strays))
+        return Found(
+            attempt=attempt,
+            sequence=sequence,
+            bytes_all=bytes_all,
+            durable=durable,
+            waits=waits,
+            evictable=tuple((name, files[name].st_size) for name in _going(files, placed)),
+        )
+
+    def _strays(
+        self,
+        checkpoint_id: str,
+        files: dict[str, os.stat_result],
+        named: set[str],
+        placed: set[str],
+    ) -> list[str]:
+        """Return shard files of a save whose manifest another node has, and no commit yet.
+
+        Older ones than what was committed last are of a save that was cut off; so are those of a
+        job that ran on this node alone.
+        """
+        last = max((files[name].st_mtime_ns for name in placed & files.keys()), default=0)
+        found = [
+            name
+            for name in files
+            if layout.shard_rank(name) is not None
+            and name not in named
+            and files[name].st_mtime_ns >= last
+        ]
+        return found if found and self._is_of_many_nodes(checkpoint_id, found[0]) else []
+
+    def _is_of_many_nodes(self, checkpoint_id: str, name: str) -> bool:
+        page = bytearray(PAGE_BYTES)
+        self._local.read_into(layout.key(checkpoint_id, name), 0, memoryview(page))
+        header = decode_header(bytes(page))
+        return header.world_size not in (header.local_world_size, 1)
+
+    def _files(self, checkpoint_id: str) -> dict[str, os.stat_result]:
+        path = self._local.root / checkpoint_id
+        try:
+            with os.scandir(path) as entries:
+                return {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
+        except FileNotFoundError:
+            return {}  # removed by hand meanwhile
+        except OSError as exc:
+            raise from_os_error(exc, "local", str(path), "count bytes") from exc
+
+
+def _going(files: dict[str, os.stat_result], placed: set[str]) -> list[str]:
+    """Return what an eviction removes, in its order: never a newer claim before an older one."""
+    numbers = {name: number for name in files if (number := layout.published_number(name))}
+    return [*sorted(numbers, key=numbers.__getitem__), *sorted(placed & files.keys())]

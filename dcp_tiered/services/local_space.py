@@ -1,0 +1,270 @@
+"""Room on the local tier: counts what a run holds on this node, waits for room, evicts.
+
+`policy.backpressure` decides. An eviction deletes by exact key what a commit names whose copy lies
+here, and that copy was read back from the durable tier (I6). First go the published manifests,
+oldest first, then the shard files: whatever a crash leaves claims nothing, is still known to be
+durable, and goes with the next eviction. Copies of commits stay: they say what the id is.
+"""
+
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from dcp_tiered import metrics
+from dcp_tiered.config import Limits
+from dcp_tiered.errors import BackpressureError, TieredError, from_os_error
+from dcp_tiered.format import layout
+from dcp_tiered.interfaces import LocalTier
+from dcp_tiered.metrics import Sample
+from dcp_tiered.policy.backpressure import (
+    Action,
+    Decision,
+    Eviction,
+    Held,
+    Room,
+    plan_freeing,
+    plan_save,
+    plan_trim,
+)
+from dcp_tiered.services.catalog import Catalog
+from dcp_tiered.services.local_contents import Found, LocalContents
+from dcp_tiered.services.progress import Report, read_reports, restore_error
+
+_log = logging.getLogger(__name__)
+_GIVEN_UP = ("conflict", "damaged", "incomplete")
+"""Reports of the flusher about what waits for nothing any more, or for a node that is lost."""
+_LOCK_S_MAX = 5.0
+_TRIM_S = 1.0
+_RESERVE_SHARE = 20
+
+
+class LocalSpace:
+    """The local tier of one run on this node.
+
+    Args:
+        catalog: Of the run.
+        local: The run's directory.
+        limits: Bounds.
+    """
+
+    def __init__(self, catalog: Catalog, local: LocalTier, limits: Limits) -> None:
+        self._local = local
+        self._limits = limits
+        self._contents = LocalContents(catalog, local)
+        self._found: dict[str, Found] = {}
+        self._looking = threading.Lock()
+        self._trim_at = 0.0
+        self.waited_s = 0.0
+        """Time that saves waited here."""
+        self.waits = 0
+        self.evicted_bytes = 0
+        self.held_bytes = 0
+        """Bytes of the run on this node at the last look."""
+
+    def expected_bytes(self, bytes_planned: int) -> int:
+        """Return what a save takes here, as far as can be told before DCP has planned it.
+
+        Ranks plan replicated items as often as there are ranks, so a plan is an upper bound; that
+        a node takes what it took last time is the better guess. The first save takes what it takes.
+        """
+        self._look()
+        newest = max(self._found.values(), key=lambda one: one.sequence, default=None)
+        return 0 if newest is None else min(newest.bytes_all, bytes_planned)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the metrics of this object."""
+        yield metrics.BACKPRESSURE, {}, self.waited_s
+        yield metrics.BACKPRESSURE_WAITS, {}, self.waits
+        yield metrics.EVICTED_BYTES, {}, self.evicted_bytes
+        yield metrics.LOCAL_BYTES, {}, self.held_bytes
+
+    def admit(
+        self,
+        checkpoint_id: str,
+        bytes_needed: int,
+        on_full: str,
+        keep_flusher: Callable[[], None],
+    ) -> None:
+        """Make room for a save, waiting for the flusher if that is wanted.
+
+        Args:
+            checkpoint_id: What is to be saved.
+            bytes_needed: What that will take on this node.
+            on_full: `block` or `fail`.
+            keep_flusher: Called while waiting, starts a flusher if none runs.
+
+        Raises:
+            BackpressureError: There is no room, after `backpressure_wait_s` for `block`.
+        """
+        begun = time.monotonic()
+        decision = self._decide(checkpoint_id, bytes_needed, on_full)
+        if decision.action is Action.WAIT:
+            _log.warning("saving %s waits for room: %s", checkpoint_id, decision.reason)
+            self.waits += 1
+        while decision.action is Action.WAIT:
+            waited_s = time.monotonic() - begun
+            if waited_s >= self._limits.backpressure_wait_s:
+                break
+            keep_flusher()
+            pause_s = min(self._limits.poll_s, self._limits.backpressure_wait_s - waited_s)
+            time.sleep(pause_s)
+            self.waited_s += pause_s
+            decision = self._decide(checkpoint_id, bytes_needed, on_full)
+        if decision.action is not Action.ADMIT:
+            raise self._full(checkpoint_id, decision, time.monotonic() - begun)
+
+    def free(self, bytes_wanted: int) -> bool:
+        """Evict for a write that found the disk full; tell whether anything went."""
+        with self._locked() as mine:
+            return mine and self._evict(plan_freeing(self._held(), bytes_wanted)) > 0
+
+    def trim(self) -> None:
+        """Evict what the next checkpoint will need the room of; errors are logged only.
+
+        Cheap to call often: it looks once a second.
+        """
+        if time.monotonic() < self._trim_at:
+            return
+        self._trim_at = time.monotonic() + _TRIM_S
+        try:
+            if plan_trim(self._held(), self._room()):
+                with self._locked() as mine:
+                    self._evict(plan_trim(self._held(), self._room()) if mine else ())
+        except TieredError as exc:
+            _log.warning("cannot evict: %s", exc)
+
+    def _decide(self, checkpoint_id: str, bytes_needed: int, on_full: str) -> Decision:
+        def decide() -> Decision:
+            held, room = self._held(but=checkpoint_id), self._room()
+            return plan_save(held, room, bytes_needed, on_full)
+
+        decision = decide()
+        if not decision.evict:
+            return decision
+        with self._locked() as mine:
+            if not mine:
+                stuck = Action.WAIT if on_full == "block" else Action.FAIL
+                return Decision(action=stuck, reason="another process is evicting for too long")
+            # Once more: another rank of this node may have made the room meanwhile.
+            decision = decide()
+            self._evict(decision.evict)
+        return decision
+
+    def _room(self) -> Room:
+        try:
+            base = self._local.root if self._local.root.exists() else self._local.root.parent
+            found = os.statvfs(base)
+        except OSError as exc:
+            path = str(self._local.root)
+            raise from_os_error(exc, "local", path, "count the bytes that are free") from exc
+        size = found.f_blocks * found.f_frsize
+        return Room(
+            pending_max=self._limits.pending_checkpoints_max,
+            bytes_max=self._limits.local_bytes_max,
+            bytes_held=self.held_bytes,
+            bytes_free=found.f_bavail * found.f_frsize,
+            bytes_reserve=min(self._limits.local_reserve_bytes, size // _RESERVE_SHARE),
+        )
+
+    def _held(self, but: str | None = None) -> list[Held]:
+        """Return what is here of every checkpoint; an older save of `but` makes way for the new."""
+        self._look()
+        reports = read_reports(self._local.root)
+        return [
+            Held(
+                checkpoint_id=name,
+                attempt=one.attempt,
+                sequence=one.sequence,
+                bytes_held=one.bytes_evictable(),
+                durable=one.durable,
+                pending=name != but and _is_pending(one, reports.get(name)),
+                keep=name == but,
+            )
+            for name, one in self._found.items()
+        ]
+
+    def _look(self) -> None:
+        with self._looking:  # two saves of one writer may overlap, in threads of their own
+            self._found = dict(self._contents.look())
+        self.held_bytes = sum(one.bytes_all for one in self._found.values())
+
+    def _evict(self, evictions: Sequence[Eviction]) -> int:
+        """Remove local copies as they were found under the lock; return the bytes that went."""
+        freed = 0
+        for one in evictions:
+            files = self._found[one.checkpoint_id].evictable
+            self._contents.forget(one.checkpoint_id)
+            for name, size in files:
+                freed += size if self._remove(one.checkpoint_id, name) else 0
+            _log.info(
+                "evicted %s, attempt %s, %d bytes: %s; removed %s",
+                one.checkpoint_id,
+                one.attempt,
+                one.bytes_held,
+                one.reason,
+                ", ".join(name for name, _ in files),
+            )
+        self.evicted_bytes += freed
+        return freed
+
+    def _remove(self, checkpoint_id: str, name: str) -> bool:
+        path = self._local.root / layout.key(checkpoint_id, name)
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        except OSError as exc:
+            raise from_os_error(exc, "local", str(path), "evict a file") from exc
+        return True
+
+    @contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Hold the run's directory against other evictors; False where one holds it for too long.
+
+        Nothing is evicted without: of two evictors, the slower could take the manifest of a new
+        save for the one of the same name that it had seen.
+        """
+        path = self._local.root
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as exc:
+            raise from_os_error(exc, "local", str(path), "lock the run's directory") from exc
+        try:
+            deadline = time.monotonic() + _LOCK_S_MAX
+            while not (mine := _try_lock(fd)) and time.monotonic() < deadline:
+                time.sleep(self._limits.poll_s)
+            yield mine
+        finally:
+            os.close(fd)
+
+    def _full(self, checkpoint_id: str, decision: Decision, waited_s: float) -> BackpressureError:
+        errors = [restore_error(one.error) for one in read_reports(self._local.root).values()]
+        met = next((f"; the flusher met: {error.message}" for error in errors if error), "")
+        waited = f" after {waited_s:.0f} s" if waited_s >= 1 else ""
+        return BackpressureError(
+            f"no room for {checkpoint_id}{waited}: {decision.reason}{met}",
+            "local",
+            str(self._local.root),
+            "Nothing is lost: what is here goes on to the durable tier. See 'dcp-tiered status"
+            " LOCAL' for what keeps it; save less often, or raise limits such as"
+            " pending_checkpoints_max and local_bytes_max.",
+        )
+
+
+def _is_pending(found: Found, report: Report | None) -> bool:
+    if found.waits is None:
+        return False
+    given_up = report is not None and report.state in _GIVEN_UP and report.attempt == found.waits
+    return not given_up
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

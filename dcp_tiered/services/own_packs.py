@@ -1,0 +1,109 @@
+"""This node's shard files on their way to the durable tier: grouped, packed, uploaded once."""
+
+from collections.abc import Callable, Collection
+
+from dcp_tiered.config import Limits
+from dcp_tiered.errors import UnavailableError
+from dcp_tiered.format import layout
+from dcp_tiered.format.pack import Pack, plan_pack
+from dcp_tiered.interfaces import LocalTier
+from dcp_tiered.policy.packing import Candidate, group
+from dcp_tiered.services import shard_headers
+from dcp_tiered.services.catalog import Catalog
+from dcp_tiered.services.packs import PackStore
+from dcp_tiered.services.shard_headers import Row
+from dcp_tiered.version import __version__
+
+
+class OwnPacks:
+    """Uploads shard files of one node.
+
+    Args:
+        catalog: The run's catalog.
+        local: The run's directory.
+        packs: Where to.
+        node: This local root's id.
+        limits: Bounds.
+        stop: Asked before each pack; True ends the upload with an error.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        local: LocalTier,
+        packs: PackStore,
+        node: str,
+        limits: Limits,
+        stop: Callable[[], bool],
+    ) -> None:
+        self._catalog = catalog
+        self._local = local
+        self._packs = packs
+        self._node = node
+        self._limits = limits
+        self._stop = stop
+
+    def upload(
+        self, checkpoint_id: str, rows: Collection[Row], uploaded: Callable[[int], None]
+    ) -> dict[str, Pack]:
+        """Upload and verify packs of shard files, except for those that are there already.
+
+        Args:
+            checkpoint_id: The id.
+            rows: The shard files.
+            uploaded: Called after each pack with the bytes that are there.
+
+        Returns:
+            The packs of this node that hold them, by name.
+        """
+        packs = self._there(checkpoint_id, rows)
+        packed = {shard.name for pack in packs.values() for shard in pack.shards}
+        todo = {row[0]: row for row in rows if row[0] not in packed}
+        done = sum(pack.length for pack in packs.values())
+        for chosen in group([_candidate(row) for row in todo.values()], self._target()):
+            pack = plan_pack(
+                checkpoint_id, self._node, [todo[one.name] for one in chosen], __version__
+            )
+            if self._stop():
+                raise UnavailableError("flusher was asked to end", "durable", checkpoint_id)
+            self._packs.upload(checkpoint_id, pack)
+            packs[pack.name] = pack
+            done += pack.length
+            uploaded(done)
+        return packs
+
+    def _target(self) -> int:
+        return self._limits.pack_bytes_target
+
+    def _there(self, checkpoint_id: str, rows: Collection[Row]) -> dict[str, Pack]:
+        """Return packs that a flusher before this one made of these shard files.
+
+        Most often those have the names that come out again, so the upload finds them. Only where
+        they may have been grouped otherwise are the packs listed: a thousand nodes that did so for
+        every checkpoint would list a million names.
+        """
+        if not self._may_be_grouped_otherwise(checkpoint_id, {row[0] for row in rows}):
+            return {}
+        found: dict[str, Pack] = {}
+        self._packs.find(checkpoint_id, found, self._node)
+        wanted = set(rows)
+        return {
+            name: pack
+            for name, pack in found.items()
+            if wanted & {(shard.name, shard.length, shard.crc32c) for shard in pack.shards}
+        }
+
+    def _may_be_grouped_otherwise(self, checkpoint_id: str, names: set[str]) -> bool:
+        """Tell whether these files may not have come to the flusher all at once and alone."""
+        loose = sorted(names | self._catalog.unnamed(checkpoint_id))
+        headers = [shard_headers.header(self._local, checkpoint_id, name) for name in loose]
+        if len({header.rank for header in headers}) < len(headers):
+            return True  # of two attempts
+        if not shard_headers.all_ranks_are_here(headers):
+            return True
+        times = [shard_headers.sealed_at(self._local, checkpoint_id, name) for name in loose]
+        return bool(times) and max(times) - min(times) >= self._limits.linger_s * 1e9
+
+
+def _candidate(row: Row) -> Candidate:
+    return Candidate(name=row[0], rank=layout.shard_rank(row[0]) or 0, length=row[1])

@@ -1,0 +1,126 @@
+"""A durable tier on a mounted file system: Lustre, NFS, or a second disk.
+
+Packs are written by an engine, around the page cache where the mount can do that, and on Lustre
+they are striped over several targets, so that one slow target does not set the speed.
+"""
+
+import contextlib
+import logging
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from awscrt.checksums import combine_crc32c, crc32c
+
+from dcp_tiered.errors import AbsentError, AlreadyExistsError, CorruptError
+from dcp_tiered.format.shardfile import item_crc
+from dcp_tiered.interfaces import Engine, ObjectInfo, Source, StagedFile
+from dcp_tiered.syscalls import file_system_type
+from dcp_tiered.tiers.posix import PosixTier
+
+_log = logging.getLogger(__name__)
+_COPY_BYTES = 8 << 20
+_LUSTRE = 0x0BD00BD0
+_STRIPE_BYTES = 4 << 20
+_BYTES_PER_STRIPE = 128 << 20
+_STRIPES_MAX = 8
+_LFS_S_MAX = 30.0
+
+
+def stripes_for(pack_bytes: int) -> int:
+    """Return over how many targets a file of that size is spread: one of 1 GiB over eight."""
+    return max(1, min(_STRIPES_MAX, pack_bytes // _BYTES_PER_STRIPE))
+
+
+class MountedTier(PosixTier):
+    """Objects are files below a directory of a mounted file system.
+
+    Args:
+        root: The directory; made when the first object is created.
+        base: A directory at or above `root` that has to be there already.
+        engine_for: Returns what writes packs below a directory; asked once, for `base`.
+        stripes: Over how many targets packs are spread on Lustre; 0 leaves what is set there.
+    """
+
+    def __init__(
+        self, root: Path, base: Path, engine_for: Callable[[Path], Engine], stripes: int
+    ) -> None:
+        super().__init__(root, base, "durable")
+        self._engine_for = engine_for
+        self._engine: Engine | None = None
+        self._stripes = stripes
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the engine's buffers behind."""
+        return {**self.__dict__, "_engine": None}
+
+    def upload(self, key: str, source: Source) -> ObjectInfo:
+        """Create a large object durably; see `DurableTier.upload`."""
+        there = ObjectInfo(key=key, length=source.length)
+        with contextlib.suppress(AbsentError):
+            self._check_same(key, source)
+            return there
+        with self.create(key) as staged:
+            if self._write(staged, source) != source.crc32c:
+                raise CorruptError(
+                    "bytes to copy do not have the checksum that they were saved with",
+                    "local",
+                    key,
+                    "The local copy is damaged: look at 'dmesg' for the device and save again.",
+                )
+            try:
+                staged.seal()
+            except AlreadyExistsError:
+                self._check_same(key, source)
+        return there
+
+    def _write(self, staged: StagedFile, source: Source) -> int:
+        """Write all bytes; return their checksum."""
+        if self._engine is None:
+            self._engine = self._engine_for(self.base)
+        crc = 0
+        with (
+            self._errors(staged.path, "write", source.length),
+            self._engine.writing(staged.fd, source.length) as image,
+        ):
+            for at in range(0, source.length, _COPY_BYTES):
+                data = source.pread(min(_COPY_BYTES, source.length - at), at)
+                crcs = image.append(at, memoryview(data))
+                crc = combine_crc32c(crc, item_crc(crcs, len(data)), len(data))
+            image.finish(source.length)
+        return crc
+
+    def _check_same(self, key: str, source: Source) -> None:
+        """Pass when the object that is there has the source's bytes."""
+        length, crc, at = self.head(key).length, 0, 0
+        if length == source.length:
+            buffer = memoryview(bytearray(min(_COPY_BYTES, length)))
+            while at < length:
+                part = buffer[: min(len(buffer), length - at)]
+                self.read_into(key, at, part)
+                crc = crc32c(part, crc)
+                at += len(part)
+        if (length, crc) != (source.length, source.crc32c):
+            raise CorruptError("object is there with other bytes than ours", self.name, key)
+
+    def _make_parent(self, path: Path) -> None:
+        is_new = not path.parent.is_dir()
+        super()._make_parent(path)
+        if is_new and path.parent.name == "packs" and self._stripes:
+            _stripe(path.parent, self._stripes)
+
+
+def _stripe(directory: Path, stripes: int) -> None:
+    """Spread the files of a new directory over several targets, on Lustre; else do nothing.
+
+    Where that fails, the files are as whole as ever, and slower.
+    """
+    lfs = shutil.which("lfs")
+    if file_system_type(directory) != _LUSTRE or lfs is None:
+        return
+    command = [lfs, "setstripe", "-c", str(stripes), "-S", str(_STRIPE_BYTES), str(directory)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=_LFS_S_MAX)  # noqa: S603
+    except (OSError, subprocess.SubprocessError) as exc:
+        _log.warning("packs below %s are not striped: %s", directory, exc)

@@ -1,0 +1,195 @@
+"""When a target is looked at, how long that is believed, and what is kept with a run."""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from dcp_tiered.errors import ResidencyError, UnavailableError
+from dcp_tiered.format.residency import Fact, Observed, Verdict
+from dcp_tiered.policy.residency_schema import parse
+from dcp_tiered.services.residency import (
+    NOTE_FILE,
+    PolicyCheck,
+    RegionKept,
+    ResidentTier,
+    note_policy,
+    read_note,
+)
+from dcp_tiered.tiers.posix import PosixTier
+from tests.support.sources import BytesSource
+
+POLICY = {
+    "allow": [{"provider": "posix", "site_id": "fra"}],
+    "ttl_s": 60,
+    "attestations": [
+        {
+            "target": "file:///m",
+            "fact": "replication",
+            "by": "alice",
+            "reason": "asked the operators",
+            "expires": "2026-12-01T00:00:00+00:00",
+        }
+    ],
+}
+NOW = datetime(2026, 11, 30, 12, tzinfo=UTC)
+
+
+class Place:
+    """A target whose facts a test changes, and a clock that it turns."""
+
+    def __init__(self) -> None:
+        self.verdicts = {"mount": "ALLOW", "not_public": "ALLOW", "replication": "UNKNOWN"}
+        self.transient = False
+        self.looks = 0
+        self.at = 1000.0
+
+    def observe(self) -> Observed:
+        self.looks += 1
+        return Observed(
+            target="file:///m",
+            provider="posix",
+            facts=tuple(
+                Fact(
+                    name=name,
+                    verdict=Verdict(verdict),
+                    evidence="seen",
+                    values=("site_id=fra",) if name == "mount" else (),
+                    transient=self.transient,
+                )
+                for name, verdict in self.verdicts.items()
+            ),
+        )
+
+    def check(self) -> PolicyCheck:
+        return PolicyCheck(
+            parse(POLICY),
+            self.observe,
+            now=lambda: NOW + timedelta(seconds=self.at - 1000),
+            clock=lambda: self.at,
+        )
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place()
+
+
+def test_a_look_is_believed_for_its_time(place: Place):
+    check = place.check()
+    for _ in range(3):
+        check.require()
+    assert place.looks == 1
+    place.at += 59
+    check.require()
+    assert place.looks == 1
+    place.at += 1
+    check.require()
+    assert place.looks == 2
+    check.require(fresh=True)
+    assert place.looks == 3
+
+
+def test_what_a_commit_says(place: Place):
+    said = place.check().require(fresh=True)
+    assert said["policy_sha256"] == parse(POLICY).sha256
+    assert said["target"] == "file:///m"
+    assert said["checked_at"] == "2026-11-30T12:00:00+00:00"
+    assert {fact["name"]: fact["verdict"] for fact in said["facts"]} == place.verdicts
+    assert said["attestations"][0]["by"] == "alice"
+
+
+def test_a_change_is_seen_at_the_commit(place: Place):
+    check = place.check()
+    check.require()
+    place.verdicts["not_public"] = "DENY"
+    check.require()
+    with pytest.raises(ResidencyError) as raised:
+        check.require(fresh=True)
+    assert "not_public is DENY" in raised.value.message
+    with pytest.raises(ResidencyError):
+        check.require()
+
+
+def test_what_was_mended_is_seen_soon(place: Place):
+    check = place.check()
+    place.verdicts["not_public"] = "DENY"
+    for _ in range(5):
+        with pytest.raises(ResidencyError):
+            check.require()
+    assert place.looks == 1
+    place.verdicts["not_public"] = "ALLOW"
+    place.at += 3
+    check.require()
+
+
+def test_an_attestation_ends_within_the_time_of_a_look(place: Place):
+    check = PolicyCheck(
+        parse(POLICY),
+        place.observe,
+        now=lambda: datetime(2026, 11, 30, 23, 59, 30, tzinfo=UTC) + timedelta(seconds=place.at),
+        clock=lambda: 0.0,
+    )
+    place.at = 0
+    check.require()
+    place.at = 31
+    with pytest.raises(ResidencyError) as raised:
+        check.require()
+    assert "has expired" in raised.value.message
+    assert place.looks == 1
+
+
+def test_a_store_that_does_not_answer_is_no_violation(place: Place):
+    place.transient = True
+    place.verdicts["not_public"] = "UNKNOWN"
+    with pytest.raises(UnavailableError):
+        place.check().require()
+    place.verdicts["mount"] = "DENY"
+    with pytest.raises(ResidencyError):
+        place.check().require()
+
+
+def test_nothing_is_written_where_nothing_may_be(place: Place, tmp_path: Path):
+    tier = ResidentTier(PosixTier(tmp_path / "run", tmp_path, "durable"), place.check())
+    tier.put("a/b", b"x")
+    assert (tmp_path / "run/a/b").read_bytes() == b"x"
+    place.verdicts["mount"] = "DENY"
+    place.at += 60
+    with pytest.raises(ResidencyError):
+        tier.put("a/c", b"x")
+    with pytest.raises(ResidencyError):
+        tier.upload("a/d", BytesSource(b"x"))
+    assert sorted(path.name for path in (tmp_path / "run/a").iterdir()) == ["b"]
+    assert tier.get("a/b", 9) == b"x"
+
+
+def test_a_policy_is_kept_with_the_run(tmp_path: Path):
+    local = PosixTier(tmp_path / "run", tmp_path, "local")
+    assert read_note(local) == {}
+    policy = parse(POLICY)
+    for _ in range(2):
+        note_policy(local, policy)
+    assert parse(read_note(local)["policy"]) == policy
+    other = parse({"allow": ["aws:eu-central-1"], "owner": "123456789012"})
+    note_policy(local, other)
+    assert parse(read_note(local)["policy"]) == other
+    assert list(local.list_directories()) == []
+
+
+def test_a_damaged_note_is_no_missing_one(tmp_path: Path):
+    local = PosixTier(tmp_path / "run", tmp_path, "local")
+    note_policy(local, parse(POLICY))
+    (tmp_path / "run" / NOTE_FILE).write_text("{")
+    with pytest.raises(ResidencyError):
+        read_note(local)
+    note_policy(local, parse(POLICY))
+    assert "policy" in read_note(local)
+
+
+def test_the_region_of_the_first_flush_is_kept(tmp_path: Path):
+    local = PosixTier(tmp_path / "run", tmp_path, "local")
+    RegionKept(local, lambda: "eu-central-1").require()
+    RegionKept(local, lambda: "eu-central-1").require()
+    with pytest.raises(ResidencyError) as raised:
+        RegionKept(local, lambda: "us-east-1").require()
+    assert "eu-central-1" in raised.value.message
