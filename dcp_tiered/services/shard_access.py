@@ -82,6 +82,7 @@ class ShardAccess:
         self._bad: dict[int, TieredError] = {}
         """What was wrong with the local copy of a shard file."""
         self._indexes: dict[int, Index] = {}
+        self._alignments: dict[int, int] = {}
         self._lock = threading.Lock()
         self.bytes_read = {"local": 0, "durable": 0}
         """Bytes read from each tier."""
@@ -100,6 +101,11 @@ class ShardAccess:
 
     def alignment(self, shard: int) -> int:
         """Return which border memory has to lie on to be filled without one more copy."""
+        if shard not in self._alignments:
+            self._alignments[shard] = self._ask_alignment(shard)
+        return self._alignments[shard]
+
+    def _ask_alignment(self, shard: int) -> int:
         for tier, key, _ in self._copies(shard):
             try:
                 return tier.read_alignment(key)
