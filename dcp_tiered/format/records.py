@@ -24,6 +24,7 @@ from dcp_tiered.format.fields import (
     text,
 )
 from dcp_tiered.format.footer import VERSION, check_features
+from dcp_tiered.format.residency import check_stored
 
 RECORD_BYTES_MAX = 1 << 28
 _FORMAT = "dcp_tiered record"
@@ -67,6 +68,9 @@ class Commit:
     """Node."""
     committed_at: str
     """UTC, for people; order is in `sequence`."""
+    residency: Mapping[str, Any] | None = None
+    """What allowed it to be there: policy hash, evidence and attestations, for audits; None, and
+    not stored, without a policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +106,8 @@ def encode_record(record: Record, written_by: str) -> bytes:
         "kind": next(name for name, cls in _KINDS.items() if isinstance(record, cls)),
         **asdict(record),
     }
+    if fields.get("residency") is None:
+        fields.pop("residency", None)
     data = canonical_json(fields | {"crc32c": crc32c(canonical_json(fields))})
     with must_read_back("record"):
         if decode_record(data, record.checkpoint_id) != record:
@@ -179,6 +185,7 @@ def _commit(fields: dict[str, Any], checkpoint_id: str) -> Commit:
         bytes_stored=integer(fields, "bytes_stored"),
         committed_by=layout.check_node(fields.get("committed_by")),
         committed_at=text(fields, "committed_at", 40),
+        residency=check_stored(fields.get("residency")),
     )
 
 

@@ -23,10 +23,13 @@ from dcp_tiered.errors import (
     TieredError,
     UnavailableError,
 )
+from dcp_tiered.format.residency import Observed
 from dcp_tiered.interfaces import ObjectInfo, Source
 from dcp_tiered.tiers.s3_body import Window, damaged
 from dcp_tiered.tiers.s3_errors import ChecksumRefusedError, too_short, transport_errors
+from dcp_tiered.tiers.s3_pins import Pin
 from dcp_tiered.tiers.s3_requests import S3Requests, crc_header, crc_value
+from dcp_tiered.tiers.s3_residency import observe
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ class S3Tier:
         request_retry_s: How long one request is tried again before its error is raised.
         part_bytes: Size of one request of a large upload.
         connections_max: Requests on their way at once.
+        pin: Where requests may go at all; None without a residency policy.
     """
 
     name = "durable"
@@ -68,6 +72,7 @@ class S3Tier:
         request_retry_s: float,
         part_bytes: int,
         connections_max: int = 16,
+        pin: Pin | None = None,
     ) -> None:
         bucket, _, self._prefix = path.partition("/")
         self._requests = S3Requests(
@@ -76,6 +81,7 @@ class S3Tier:
             request_timeout_s=request_timeout_s,
             request_retry_s=request_retry_s,
             connections_max=connections_max,
+            pin=pin,
         )
         self._part_bytes = part_bytes
         self._retry_s = request_retry_s
@@ -203,6 +209,15 @@ class S3Tier:
         cut = len(self._prefix) + 1
         for page in self._pages(Prefix=f"{self._prefix}/", Delimiter="/"):
             yield from (entry["Prefix"][cut:-1] for entry in page.get("CommonPrefixes", ()))
+
+    def observe(self) -> Observed:
+        """Look where the bucket is, whose it is, and where copies of it go; with a pin only."""
+        assert self._requests.pin is not None
+        return observe(self._requests, self._requests.pin, f"{self._prefix}/")
+
+    def region(self) -> str:
+        """Return the region that requests are signed for."""
+        return self._requests.region()
 
     def close(self) -> None:
         """Give connections back."""

@@ -180,6 +180,10 @@ class S3Requests:
         self._gate.went_well()
         return result
 
+    def region(self) -> str:
+        """Return the region that requests are signed for, without sending one."""
+        return str(self._connect().meta.region_name or "")
+
     def close(self) -> None:
         """Give connections back."""
         self._drop(self._client)

@@ -1,0 +1,255 @@
+"""Whether a target is allowed: facts and a policy in, a decision out.
+
+Everything has to be allowed by name, and what is not known is not allowed. An attestation lets a
+person answer for one unknown fact of one target for a while; it never overrides what was seen.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from dcp_tiered.format.residency import STORE_KEY, Fact, Observed, Verdict, stored_fact
+
+ATTESTATION_DAYS_MAX = 90
+REQUIRED = {
+    "aws": ("location", "owner", "not_public", "replication", "encryption", "endpoint", "tls"),
+    "s3compat": ("location", "not_public", "replication", "encryption", "endpoint", "tls"),
+    "posix": ("mount", "not_public", "replication"),
+}
+"""The facts that have to be allowed, by provider."""
+_NAMED = ("location", "owner", "endpoint", "mount")
+"""Facts that say nothing unless they name what the policy can compare."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One kind of target that is allowed."""
+
+    id: str
+    provider: str
+    partition: str = "aws"
+    """Of AWS."""
+    regions: tuple[str, ...] = ()
+    owner: str | None = None
+    """Account that the bucket belongs to."""
+    key_regions: tuple[str, ...] = ()
+    """Where KMS keys may lie; empty: in `regions`."""
+    key_accounts: tuple[str, ...] = ()
+    """Whose KMS keys; empty: those of `owner`."""
+    require_kms: bool = False
+    endpoint: str | None = None
+    """Of a compatible store: scheme, host and port."""
+    site_id: str | None = None
+    """What the marker file of a mount has to say."""
+    fstype: str | None = None
+    source: str | None = None
+    """Device or server of a mount, as in `/proc/self/mountinfo`."""
+
+    def place(self, region: str) -> str:
+        """Return a region as facts name it."""
+        return f"{self.partition if self.provider == 'aws' else self.provider}:{region}"
+
+    def places(self) -> frozenset[str]:
+        """Return the regions as facts name them."""
+        return frozenset(self.place(region) for region in self.regions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attestation:
+    """A person answers for one unknown fact of one target."""
+
+    target: str
+    fact: str
+    by: str
+    reason: str
+    expires: datetime
+
+    def why_not(self, now: datetime) -> str | None:
+        """Return why it does not count, None when it does."""
+        if self.expires <= now:
+            return "has expired"
+        if self.expires > now + timedelta(days=ATTESTATION_DAYS_MAX):
+            return f"expires more than {ATTESTATION_DAYS_MAX} days from now"
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What is allowed, and for how long a look is believed."""
+
+    allow: tuple[Rule, ...]
+    attestations: tuple[Attestation, ...] = ()
+    ttl_s: float = 300.0
+    sha256: str = ""
+    """Of the policy as canonical JSON."""
+    plain: Mapping[str, Any] = field(default_factory=dict)
+    """The policy as plain data, jurisdictions written out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A fact, what the policy makes of it, and who answers for it."""
+
+    fact: Fact
+    attestation: Attestation | None = None
+    note: str = ""
+    """Why an attestation that is there does not count."""
+
+    def is_allowed(self) -> bool:
+        """Tell whether this fact keeps nothing from leaving."""
+        verdict = self.fact.verdict
+        attested = verdict is Verdict.UNKNOWN and self.attestation is not None
+        return verdict is Verdict.ALLOW or attested
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Whether a target is allowed, and why."""
+
+    policy_sha256: str
+    target: str
+    rule: str | None
+    """Id of the rule that was applied: of several, the one that the target misses least."""
+    judged: tuple[Judged, ...]
+    at: datetime
+
+    @property
+    def allowed(self) -> bool:
+        """Tell whether bytes may go there."""
+        return self.rule is not None and all(one.is_allowed() for one in self.judged)
+
+    def against(self) -> list[Judged]:
+        """Return what speaks against it."""
+        return [one for one in self.judged if not one.is_allowed()]
+
+    def may_pass(self) -> bool:
+        """Tell whether all that speaks against it is a store that did not answer."""
+        against = self.against()
+        return bool(against) and all(
+            one.fact.verdict is Verdict.UNKNOWN and one.fact.transient for one in against
+        )
+
+    def stored(self) -> dict[str, Any]:
+        """Return what a commit record keeps."""
+        vouched = [one.attestation for one in self.judged if one.attestation is not None]
+        return {
+            "policy_sha256": self.policy_sha256,
+            "target": self.target,
+            "rule": self.rule,
+            "checked_at": self.at.isoformat(timespec="seconds"),
+            "facts": [stored_fact(one.fact) for one in self.judged],
+            "attestations": [
+                {"fact": a.fact, "by": a.by, "reason": a.reason, "expires": a.expires.isoformat()}
+                for a in vouched
+            ],
+        }
+
+
+def decide(
+    policy: Policy, facts: Observed, attestations: Sequence[Attestation], now: datetime
+) -> Decision:
+    """Decide whether a target is allowed.
+
+    Args:
+        policy: What is allowed.
+        facts: What was seen.
+        attestations: Who answers for what.
+        now: With a time zone.
+    """
+    now = now.astimezone(UTC)
+    rules: list[Rule | None] = [one for one in policy.allow if one.provider == facts.provider]
+    # Without a rule nothing is judged by one: then the facts are shown as they are.
+    tried = [(rule, _apply(policy, rule, facts, attestations, now)) for rule in rules or [None]]
+    rule, judged = min(tried, key=lambda pair: sum(not one.is_allowed() for one in pair[1]))
+    return Decision(
+        policy_sha256=policy.sha256,
+        target=facts.target,
+        rule=rule.id if rule is not None else None,
+        judged=judged,
+        at=now,
+    )
+
+
+def _apply(
+    policy: Policy,
+    rule: Rule | None,
+    seen: Observed,
+    attestations: Sequence[Attestation],
+    now: datetime,
+) -> tuple[Judged, ...]:
+    facts = list(seen.facts)
+    have = {fact.name for fact in facts}
+    needed = list(REQUIRED.get(seen.provider, ()))
+    if rule is not None and rule.owner and "owner" not in needed:
+        needed.append("owner")
+    facts += [
+        Fact(name=name, verdict=Verdict.UNKNOWN, evidence="not looked at")
+        for name in needed
+        if name not in have
+    ]
+    judged = facts if rule is None else [_judge(policy, rule, fact) for fact in facts]
+    return tuple(_attest(fact, seen.target, attestations, now) for fact in judged)
+
+
+def _judge(policy: Policy, rule: Rule, fact: Fact) -> Fact:
+    """Return a fact with what the policy makes of its values."""
+    if fact.verdict is Verdict.ALLOW and fact.name in _NAMED and not fact.values:
+        return replace(fact, verdict=Verdict.UNKNOWN, evidence=f"{fact.evidence}; names nothing")
+    if fact.name == "mount":
+        return _judge_mount(rule, fact)
+    bad = [value for value in fact.values if not _is_listed(policy, rule, fact.name, value)]
+    if not bad:
+        return fact
+    evidence = f"not in the policy: {', '.join(bad)}; {fact.evidence}"
+    return replace(fact, verdict=Verdict.DENY, evidence=evidence, transient=False)
+
+
+def _is_listed(policy: Policy, rule: Rule, name: str, value: str) -> bool:
+    if name == "location":
+        # A compatible store that is allowed by its endpoint may have no regions at all.
+        return value in rule.places() or (rule.provider == "s3compat" and not rule.regions)
+    if name == "owner":
+        return rule.owner in (None, value)
+    if name == "endpoint":
+        return value in rule.places() if rule.provider == "aws" else value == rule.endpoint
+    if name == "replication":
+        return any(value in other.places() for other in policy.allow)
+    if name == "encryption":
+        return not rule.require_kms if value == STORE_KEY else _is_key_listed(rule, value)
+    return True
+
+
+def _is_key_listed(rule: Rule, value: str) -> bool:
+    place, _, account = value.partition("/")
+    regions = rule.key_regions or rule.regions
+    accounts = rule.key_accounts or ((rule.owner,) if rule.owner else ())
+    return place in {rule.place(region) for region in regions} and account in accounts
+
+
+def _judge_mount(rule: Rule, fact: Fact) -> Fact:
+    """Compare what a mount says of itself: each thing that the rule names has to be the same."""
+    said = dict(value.split("=", 1) for value in fact.values if "=" in value)
+    for name in ("fstype", "source", "site_id"):
+        wanted, found = getattr(rule, name), said.get(name)
+        if wanted is not None and found is not None and wanted != found:
+            evidence = f"{name} is {found!r}, not {wanted!r}; {fact.evidence}"
+            return replace(fact, verdict=Verdict.DENY, evidence=evidence)
+        if wanted is not None and found is None and fact.verdict is Verdict.ALLOW:
+            evidence = f"{name} is not known; {fact.evidence}"
+            return replace(fact, verdict=Verdict.UNKNOWN, evidence=evidence)
+    return fact
+
+
+def _attest(fact: Fact, target: str, attestations: Sequence[Attestation], now: datetime) -> Judged:
+    """Fill an unknown fact with an attestation that is about exactly it."""
+    if fact.verdict is not Verdict.UNKNOWN:
+        return Judged(fact=fact)
+    note = ""
+    for one in attestations:
+        if (one.target, one.fact) == (target, fact.name):
+            why_not = one.why_not(now)
+            if why_not is None:
+                return Judged(fact=fact, attestation=one)
+            note = f"the attestation by {one.by} {why_not}"
+    return Judged(fact=fact, note=note)

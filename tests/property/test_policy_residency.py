@@ -1,0 +1,119 @@
+"""I10: nothing that is denied, or unknown and not answered for, is ever allowed."""
+
+from datetime import UTC, datetime, timedelta
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_tiered.format.residency import FACTS, Fact, Observed, Verdict
+from dcp_tiered.policy.residency import REQUIRED, Attestation, Policy, Rule, decide
+
+NOW = datetime(2026, 11, 30, tzinfo=UTC)
+TARGETS = ["s3://ckpt", "s3://other"]
+ACCOUNTS = ["123456789012", "999999999999"]
+PLACES = ["eu-central-1", "eu-west-2", "us-east-2"]
+VALUES = st.sampled_from(
+    [f"{kind}:{place}" for kind in ("aws", "s3compat") for place in PLACES]
+    + [f"aws:{place}/{account}" for place in PLACES for account in ACCOUNTS]
+    + [*ACCOUNTS, "key of the store", "https://s3.example", "site_id=fra", "site_id=muc"]
+)
+FACT = st.builds(
+    Fact,
+    name=st.sampled_from(FACTS),
+    verdict=st.sampled_from(list(Verdict)),
+    evidence=st.just("seen"),
+    values=st.lists(VALUES, max_size=2).map(tuple),
+    transient=st.booleans(),
+)
+OBSERVED = st.builds(
+    Observed,
+    target=st.sampled_from(TARGETS),
+    provider=st.sampled_from([*REQUIRED, "gcs"]),
+    facts=st.lists(FACT, max_size=10).map(tuple),
+)
+RULE = st.builds(
+    Rule,
+    id=st.just("r"),
+    provider=st.sampled_from(list(REQUIRED)),
+    regions=st.lists(st.sampled_from(PLACES), max_size=2).map(tuple),
+    owner=st.none() | st.sampled_from(ACCOUNTS),
+    key_accounts=st.lists(st.sampled_from(ACCOUNTS), max_size=1).map(tuple),
+    require_kms=st.booleans(),
+    endpoint=st.none() | st.just("https://s3.example"),
+    site_id=st.none() | st.just("fra"),
+)
+ATTESTATION = st.builds(
+    Attestation,
+    target=st.sampled_from(TARGETS),
+    fact=st.sampled_from(FACTS),
+    by=st.just("alice"),
+    reason=st.just("seen it"),
+    expires=st.integers(-100, 200).map(lambda days: NOW + timedelta(days=days)),
+)
+POLICY = st.builds(Policy, allow=st.lists(RULE, min_size=1, max_size=3).map(tuple))
+
+
+def counts(attestation: Attestation, target: str, fact: str) -> bool:
+    """Say in other words than the code when an attestation counts."""
+    days = (attestation.expires - NOW).days
+    return (attestation.target, attestation.fact) == (target, fact) and 0 < days <= 90
+
+
+@given(POLICY, OBSERVED, st.lists(ATTESTATION, max_size=6))
+def test_nothing_denied_or_unknown_is_allowed(policy, seen, attestations):
+    if not decide(policy, seen, attestations, NOW).allowed:
+        return
+    vouched = {name for name in FACTS for a in attestations if counts(a, seen.target, name)}
+    assert all(fact.verdict is not Verdict.DENY for fact in seen.facts)
+    for fact in seen.facts:
+        assert fact.verdict is Verdict.ALLOW or fact.name in vouched
+    for name in REQUIRED[seen.provider]:
+        assert name in vouched or any(fact.name == name for fact in seen.facts)
+    rules = [rule for rule in policy.allow if rule.provider == seen.provider]
+    assert rules
+    for fact in seen.facts:
+        for value in fact.values:
+            if fact.name == "location" and seen.provider == "aws":
+                assert value.removeprefix("aws:") in {r for rule in rules for r in rule.regions}
+            if fact.name == "owner" and seen.provider == "aws" and all(r.owner for r in rules):
+                assert value in {rule.owner for rule in rules}
+
+
+@given(POLICY, OBSERVED, st.lists(ATTESTATION, max_size=6), FACT)
+def test_one_more_bad_fact_never_helps(policy, seen, attestations, fact):
+    more = Observed(target=seen.target, provider=seen.provider, facts=(*seen.facts, fact))
+    have = {one.name for one in seen.facts}
+    if fact.name in have and decide(policy, more, attestations, NOW).allowed:
+        assert decide(policy, seen, attestations, NOW).allowed
+
+
+GOOD = {
+    "location": ("aws:eu-central-1",),
+    "owner": (ACCOUNTS[0],),
+    "not_public": (),
+    "replication": (),
+    "encryption": ("key of the store",),
+    "endpoint": ("aws:eu-central-1",),
+    "tls": (),
+}
+
+
+@given(
+    st.fixed_dictionaries({name: st.sampled_from(list(Verdict)) for name in GOOD})
+    | st.just(dict.fromkeys(GOOD, Verdict.ALLOW)),
+    st.lists(ATTESTATION, max_size=8),
+)
+def test_it_is_allowed_when_every_fact_is_or_is_answered_for(verdicts, attestations):
+    """The other half: the rule refuses nothing that it should allow, so the first is not empty."""
+    rule = Rule(id="r", provider="aws", regions=("eu-central-1",), owner=ACCOUNTS[0])
+    facts = tuple(
+        Fact(name=name, verdict=verdict, evidence="seen", values=GOOD[name])
+        for name, verdict in verdicts.items()
+    )
+    seen = Observed(target="s3://ckpt", provider="aws", facts=facts)
+    vouched = {name for name in FACTS for a in attestations if counts(a, "s3://ckpt", name)}
+    expected = all(
+        verdict is Verdict.ALLOW or (verdict is Verdict.UNKNOWN and name in vouched)
+        for name, verdict in verdicts.items()
+    )
+    assert decide(Policy(allow=(rule,)), seen, attestations, NOW).allowed is expected
