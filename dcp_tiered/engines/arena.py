@@ -91,12 +91,10 @@ class Arena:
     def _make(self) -> memoryview:
         view = self._page_locked()
         if view is None:
-            # Private, for huge pages; and no child gets it: a fork while the device writes into it
-            # would leave the bytes in the child's copy.
+            # Private, because shared memory gets no huge pages.
             area = mmap.mmap(-1, self.buffer_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-                with contextlib.suppress(OSError):  # a kernel without huge pages
-                    area.madvise(advice)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                area.madvise(mmap.MADV_HUGEPAGE)
             view = memoryview(area)
         for start in range(0, self.buffer_bytes, PAGE_BYTES):
             view[start] = 0

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from awscrt.checksums import crc32c
@@ -168,8 +169,9 @@ class ShardAccess:
             if tier.name == "local":
                 first, last = _whole_pages(start, end, ref.length, len(buffer))
             try:
-                tier.read_into(key, offset + first, buffer[: last - first])
-                result = use(shard, buffer[start - first : end - first])
+                data = buffer[: last - first]
+                wanted = data[start - first : end - first]
+                result = _read_sound(tier, key, offset + first, data, partial(use, shard, wanted))
             except TieredError as exc:
                 # A local disk that fails is one more reason to ask the durable tier; that tier's
                 # silence proves nothing about its copy and goes to the caller as it is (I8).
@@ -227,6 +229,20 @@ class ShardAccess:
                 "local copy is bad, reading the durable one: %s (remove the file to get rid of it)",
                 error,
             )
+
+
+def _read_sound(tier: Tier, key: str, start: int, data: memoryview, use: Callable[[], T]) -> T:
+    """Read, and once more where what came is not sound.
+
+    When another thread forks while the disk writes into our memory, an older kernel leaves the
+    bytes to the child. What is wrong on disk is wrong twice.
+    """
+    tier.read_into(key, start, data)
+    try:
+        return use()
+    except CorruptError:
+        tier.read_into(key, start, data)
+        return use()
 
 
 def _whole_pages(start: int, end: int, length: int, room: int) -> tuple[int, int]:

@@ -117,8 +117,14 @@ def _refused(
         return UnavailableError(text, TIER, where, hint), True
     if code in _EXISTS:
         return AlreadyExistsError(f"object is there already: {text}", TIER, where), False
+    is_head = doing.startswith("head_object")
+    if status == 404 and code == "404" and request and not is_head:  # noqa: PLR2004 - HTTP
+        # The store's own reply, of which the body that says what is missing did not arrive.
+        return UnavailableError(
+            text, TIER, where, "The reply was cut off; it is asked again."
+        ), True
     if status == 404:  # noqa: PLR2004 - HTTP
-        return _missing(code, text, where, endpoint, is_head=doing.startswith("head_object")), False
+        return _missing(code, text, where, endpoint, is_head=is_head), False
     if code in _RETRYABLE or status in _RETRYABLE_STATUS:
         hint = "The store is overloaded or failing; the request is tried again."
         return UnavailableError(text, TIER, where, hint), True
