@@ -110,6 +110,8 @@ class Settings:
     on_full: str = "block"
     """What a save does that finds no room, one of `ON_FULL`."""
     limits: Limits = field(default_factory=Limits)
+    residency: Mapping[str, Any] | str | None = None
+    """The residency policy as it was given, or the text of its file; parsed in `stack`."""
 
     def public_options(self) -> dict[str, Any]:
         """Return the options that may be written to disk: an allow-list without secrets."""
@@ -126,6 +128,7 @@ def settings(
     limits: Limits | None = None,
     engine: str | None = None,
     on_full: str | None = None,
+    residency: Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Settings:
     """Build settings from what a user gave, what the URL says, and fsspec's configuration.
 
@@ -136,6 +139,8 @@ def settings(
         limits: Bounds that differ from the defaults.
         engine: What writes to the local tier; else `options["tiered"]["engine"]`, else `auto`.
         on_full: What a save without room does; else `options["tiered"]["on_full"]`, else `block`.
+        residency: Where the run may be flushed to: a policy or the path of its file; else
+            `options["tiered"]["residency"]`, else anywhere.
 
     Raises:
         InvalidError: The URL or an option cannot be right.
@@ -161,6 +166,7 @@ def settings(
         engine=_choice("engine", engine, tiered, ENGINES),
         on_full=_choice("on_full", on_full, tiered, ON_FULL),
         limits=_checked(limits or _limits(tiered.get("limits") or {})),
+        residency=_residency(tiered.get("residency") if residency is None else residency),
     )
 
 
@@ -373,6 +379,21 @@ def _choice(
     if chosen not in allowed:
         raise InvalidError(f"{name} {chosen!r} is not one of {', '.join(allowed)}")
     return chosen
+
+
+def _residency(given: Any) -> Mapping[str, Any] | str | None:
+    """Return a policy, or the text of the file that holds it."""
+    if given is None or isinstance(given, Mapping):
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, TypeError, ValueError) as exc:
+        raise InvalidError(
+            f"cannot read the residency policy {str(given)[:200]!r}: {exc}",
+            None,
+            None,
+            "Give a mapping or the path of a TOML file.",
+        ) from exc
 
 
 def _aliases(protocol: str | None) -> tuple[str, ...]:

@@ -46,6 +46,10 @@ EVICTED_BYTES = Metric(
 LOCAL_BYTES = Metric(
     "dcp_tiered_local_bytes", "What the run takes on this node, when that was last looked at"
 )
+HELD_RESIDENCY = Metric(
+    "dcp_tiered_held_residency_checkpoints",
+    "Checkpoints that the residency policy keeps on this node",
+)
 UPLOAD_BYTES = Metric("dcp_tiered_upload_bytes_total", "Bytes of packs sent, repeated ones too")
 PACING = Metric(
     "dcp_tiered_pacing_seconds_total", "Time that uploads waited because of `bytes_per_second_max`"

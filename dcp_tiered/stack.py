@@ -1,25 +1,41 @@
 """The one place where settings become objects."""
 
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from dcp_tiered import config
 from dcp_tiered.config import Limits, Settings
 from dcp_tiered.engines.arena import Arena
 from dcp_tiered.engines.choose import choose, host_engine
-from dcp_tiered.errors import InvalidError
+from dcp_tiered.errors import InvalidError, ResidencyError
 from dcp_tiered.format import layout
-from dcp_tiered.interfaces import DurableTier, Engine
+from dcp_tiered.format.residency import Observed
+from dcp_tiered.interfaces import DurableTier, Engine, LocalTier
+from dcp_tiered.policy import residency_schema
+from dcp_tiered.policy.residency import Decision, Policy, decide
 from dcp_tiered.services import launcher, run_directory
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.flusher import Flusher
 from dcp_tiered.services.lock import FlusherLock
 from dcp_tiered.services.outgoing import Outgoing, never
+from dcp_tiered.services.residency import (
+    PolicyCheck,
+    RegionKept,
+    Residency,
+    ResidentTier,
+    note_policy,
+    read_note,
+)
+from dcp_tiered.tiers.mount_residency import MountLook
 from dcp_tiered.tiers.mounted import MountedTier, stripes_for
 from dcp_tiered.tiers.posix import PosixTier
 from dcp_tiered.tiers.s3 import S3Tier
+from dcp_tiered.tiers.s3_pins import Pin, compatible_endpoint, configured_region
 
 _BUFFER_BYTES = 2 << 20
 _BUFFERS = 12
@@ -45,6 +61,9 @@ class Stack:
         url = self.settings.url
         target = f"tiered::{url.root}" if url.protocol else url.root
         run_directory.remember_run(local, target, self.settings.public_options())
+        policy = policy_of(self.settings)
+        if policy is not None:
+            note_policy(local, policy)
         return node
 
     def need_local(self) -> PosixTier:
@@ -74,7 +93,12 @@ class Stack:
 
 
 def build(settings: Settings) -> Stack:
-    """Build the tiers of a run. Nothing is contacted yet."""
+    """Build the tiers of a run. Nothing is contacted yet.
+
+    Raises:
+        InvalidError: The residency policy is none.
+        ResidencyError: It has no rule for such a durable tier.
+    """
     local = None
     if settings.local is not None:
         run_path = settings.local / layout.run_directory(settings.url.root)
@@ -96,6 +120,7 @@ def _keeper(settings: Settings, local: PosixTier) -> launcher.Keeper:
         url=f"tiered::{settings.url.root}",
         options=dict(settings.options),
         limits=settings.limits,
+        residency=_plain(policy_of(settings)),
     )
     order.to_json()  # an option that cannot be handed over is an error now, not in the first save
     local_rank, _ = config.launch_environment()
@@ -124,6 +149,7 @@ def engine(settings: Settings, directory: Path, arena: Arena) -> Engine:
 def durable_tier(settings: Settings, limits: Limits | None = None) -> DurableTier | None:
     """Build the durable tier of a run, with other bounds if wanted; None when it is local only."""
     url, bounds = settings.url, limits or settings.limits
+    policy = policy_of(settings)
     if url.protocol == "s3":
         return S3Tier(
             url.path,
@@ -132,8 +158,11 @@ def durable_tier(settings: Settings, limits: Limits | None = None) -> DurableTie
             request_retry_s=bounds.request_retry_s,
             part_bytes=bounds.part_bytes,
             connections_max=bounds.connections_max,
+            pin=None if policy is None else _pin(policy, settings),
         )
     if url.protocol == "file":
+        if policy is not None and not any(rule.provider == "posix" for rule in policy.allow):
+            raise _no_rule(settings, "posix")
         root, stripe = Path(url.path), settings.options.get("lustre_stripe", True)
         stripes = stripes_for(bounds.pack_bytes_target) if stripe else 0
         return MountedTier(root, root.parent, _mount_engine, stripes)
@@ -148,10 +177,9 @@ def outgoing(
     order: launcher.Order, due: Callable[[], float] = never, sent: dict[str, int] | None = None
 ) -> Outgoing:
     """Build the durable tier that an order's flusher writes to; see `Outgoing`."""
-    run = config.settings(order.url, options=_by_protocol(order), limits=order.limits)
-    durable = durable_tier(run)
+    durable = durable_tier(_settings_of(order))
     if durable is None:
-        raise InvalidError("the run has no durable tier to flush to", "durable", run.url.root)
+        raise InvalidError("the run has no durable tier to flush to", "durable", order.url)
     return Outgoing(durable, order.limits.bytes_per_second_max, due, sent)
 
 
@@ -159,19 +187,101 @@ def flusher(
     order: launcher.Order, lock: FlusherLock, stopped: launcher.Stopped, out: Outgoing | None = None
 ) -> Flusher:
     """Build the flusher that an order asks for, with a durable tier of its own or one given."""
-    durable = out or outgoing(order)
     local = local_of(order)
+    residency = _residency(_settings_of(order), local)
+    durable: DurableTier = out or outgoing(order)
+    evidence = None
+    if residency is not None:
+        durable = ResidentTier(durable, residency)
+        evidence = partial(residency.require, fresh=True)
     for checkpoint_id in local.list_directories():
         local.sweep(checkpoint_id)
     node = run_directory.open_node(local, secrets.token_hex(6))
     return Flusher(
-        local, durable, node, order.limits, lambda: stopped() or lock.asked_to_hand_over()
+        local, durable, node, order.limits, lambda: stopped() or lock.asked_to_hand_over(), evidence
     )
 
 
 def local_of(order: launcher.Order) -> PosixTier:
     """Return the run's directory of an order."""
     return PosixTier(Path(order.run_path), Path(order.base_path), "local")
+
+
+def policy_of(settings: Settings) -> Policy | None:
+    """Return a run's residency policy, None when it has none.
+
+    Raises:
+        InvalidError: It is no policy.
+    """
+    return None if settings.residency is None else residency_schema.parse(settings.residency)
+
+
+def look(url: str, options: Mapping[str, Mapping[str, Any]]) -> Decision:
+    """Look at a run's durable tier and hold it to the policy in its options.
+
+    Raises:
+        InvalidError: The run is local only, or the policy is none.
+        ResidencyError: The policy has no rule for such a durable tier.
+    """
+    run = config.settings(url, options=options)
+    policy, durable = policy_of(run), durable_tier(run)
+    if policy is None or durable is None:
+        raise InvalidError("the run has no durable tier, or no policy is given", None, run.url.root)
+    try:
+        return decide(policy, _look_at(durable)(), policy.attestations, datetime.now(UTC))
+    finally:
+        durable.close()
+
+
+def _residency(run: Settings, local: LocalTier) -> Residency | None:
+    """Build what a flusher asks before it writes; it has a tier of its own to ask with."""
+    policy, durable = policy_of(run), durable_tier(run)
+    if policy is not None and durable is not None:
+        return PolicyCheck(policy, _look_at(durable))
+    return RegionKept(local, durable.region) if isinstance(durable, S3Tier) else None
+
+
+def _look_at(durable: DurableTier) -> Callable[[], Observed]:
+    if isinstance(durable, MountedTier):
+        return MountLook(durable.base)
+    assert isinstance(durable, S3Tier)
+    return durable.observe
+
+
+def _pin(policy: Policy, settings: Settings) -> Pin:
+    """Return where requests may go: what the rule says that fits the run's endpoint and region."""
+    endpoint = compatible_endpoint(settings.options)
+    provider = "aws" if endpoint is None else "s3compat"
+    rules = [
+        rule for rule in policy.allow if (rule.provider, rule.endpoint) == (provider, endpoint)
+    ]
+    if not rules:
+        raise _no_rule(settings, endpoint or provider)
+    region = configured_region(settings.options)
+    rule = next((one for one in rules if region in one.regions), rules[0])
+    return Pin(
+        regions=rule.regions, partition=rule.partition, owner=rule.owner, endpoint=rule.endpoint
+    )
+
+
+def _no_rule(settings: Settings, what: str) -> ResidencyError:
+    return ResidencyError(
+        f"residency policy has no rule for {what}",
+        "durable",
+        settings.url.root,
+        "Add one if that place is meant; see docs/residency.md.",
+    )
+
+
+def _settings_of(order: launcher.Order) -> Settings:
+    """Return an order's settings, with the policy that was noted where it brings none itself."""
+    run = config.settings(order.url, options=_by_protocol(order), limits=order.limits)
+    policy = order.residency or read_note(local_of(order)).get("policy")
+    return run if policy is None else replace(run, residency=policy)
+
+
+def _plain(policy: Policy | None) -> dict[str, Any] | None:
+    return None if policy is None else dict(policy.plain)
 
 
 def _by_protocol(order: launcher.Order) -> dict[str, dict[str, object]]:

@@ -131,10 +131,14 @@ class TieredWriter(StorageWriter, AsyncStager):
         on_full: What a save does when too much waits for the flusher or the local tier is full of
             it: `block` (default) waits up to `backpressure_wait_s`, `fail` raises at once.
         limits: Bounds that differ from the defaults.
+        residency: Where the flusher may bring checkpoints to: a policy such as
+            `{"allow": ["aws:eu-central-1"], "owner": "123456789012"}`, or the path of its TOML
+            file, see docs/residency.md. What it forbids stays on this node.
         **options: fsspec options by protocol, such as `s3={"endpoint_url": ...}`.
 
     Raises:
-        InvalidError: The URL or an option cannot be right.
+        InvalidError: The URL, the policy or an option cannot be right.
+        ResidencyError: The policy has no rule for such a durable tier.
     """
 
     def __init__(  # noqa: PLR0913 - settings, all but two of them by keyword
@@ -149,11 +153,12 @@ class TieredWriter(StorageWriter, AsyncStager):
         engine: str | None = None,
         on_full: str | None = None,
         limits: Limits | None = None,
+        residency: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         **options: Mapping[str, Any],
     ) -> None:
         super().__init__()
         self._synchronize_after_execute = False
-        self._settings = config.settings(url, local, options, limits, engine, on_full)
+        self._settings = config.settings(url, local, options, limits, engine, on_full, residency)
         self._overwrite = overwrite
         self._step = step
         self._metadata = copy.deepcopy(dict(metadata)) if metadata else {}
@@ -371,6 +376,8 @@ class TieredWriter(StorageWriter, AsyncStager):
         yield metrics.WRITE, {}, self._written_s
         yield metrics.WRITE_BYTES, {}, self._written_bytes
         yield from self._space.samples()
+        held = progress.held_by_residency(self._stack.need_local().root)
+        yield metrics.HELD_RESIDENCY, {}, held
         yield from self._arena.samples("write")
 
     def metrics(self) -> dict[str, float]:
@@ -388,6 +395,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         Raises:
             ConflictError: Another job committed this id first.
             InvalidError: The durable tier refuses: a wrong bucket or key, say.
+            ResidencyError: The residency policy does not allow the durable tier.
             UnavailableError: The time is over; the message holds what the flusher last met.
         """
         if level not in _LEVELS:

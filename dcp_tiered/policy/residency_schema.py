@@ -179,7 +179,7 @@ class _Parser:
         if texts["fact"] not in FACTS:
             raise self._bad(f"{where}.fact", f"is not one of {', '.join(FACTS)}")
         return Attestation(
-            target=str(texts["target"]).rstrip("/"),
+            target=str(texts["target"]),
             fact=str(texts["fact"]),
             by=str(texts["by"]),
             reason=str(texts["reason"]),

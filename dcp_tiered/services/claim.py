@@ -1,7 +1,8 @@
 """What a commit may claim of one attempt: every shard file in a verified pack (I1)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 from dcp_tiered.errors import CorruptError, IncompleteError, UnavailableError
 from dcp_tiered.format import layout
@@ -19,12 +20,20 @@ class Claim:
         packs: The durable tier.
         published: The attempt.
         node: Who is going to commit.
+        evidence: Returns what the record says of residency, or raises where that forbids it.
     """
 
-    def __init__(self, packs: PackStore, published: Published, node: str) -> None:
+    def __init__(
+        self,
+        packs: PackStore,
+        published: Published,
+        node: str,
+        evidence: Callable[[], Mapping[str, Any] | None],
+    ) -> None:
         self._packs = packs
         self._published = published
         self._node = node
+        self._evidence = evidence
         self._wanted = {shard.name: shard for shard in published.head.shards}
         self._known: dict[str, Pack] = {}
 
@@ -53,6 +62,7 @@ class Claim:
             IncompleteError: See `look`.
             CorruptError: A pack holds other bytes under a shard file's name.
             UnavailableError: A pack is gone.
+            ResidencyError: The store is not, or no longer, where the policy allows it to be.
         """
         self.look()
         head = self._published.head
@@ -78,6 +88,7 @@ class Claim:
             bytes_stored=head.bytes_stored(),
             committed_by=self._node,
             committed_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            residency=self._evidence(),
         )
 
     def _verify(self, names: list[str]) -> None:

@@ -6,8 +6,9 @@ goes on (I11). Nothing here decides what a checkpoint is: the catalog does.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from dcp_tiered.config import Limits
 from dcp_tiered.errors import (
@@ -15,6 +16,7 @@ from dcp_tiered.errors import (
     CorruptError,
     IncompleteError,
     InvalidError,
+    ResidencyError,
     TieredError,
     UnavailableError,
 )
@@ -81,6 +83,8 @@ class Flusher:
         node: This local root's id.
         limits: Bounds.
         stop: Asked between requests; True makes the flusher end soon.
+        evidence: Asked before each commit for what the record says of residency; raises where a
+            policy forbids it. None: records say nothing.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class Flusher:
         node: str,
         limits: Limits,
         stop: Callable[[], bool],
+        evidence: Callable[[], Mapping[str, Any] | None] | None = None,
     ) -> None:
         self._catalog = Catalog(local, durable)
         self._packs = PackStore(local, durable)
@@ -97,6 +102,7 @@ class Flusher:
         self._node = node
         self._limits = limits
         self._stop = stop
+        self._evidence = evidence or _nothing
         self._open: dict[str, _Open] = {}
         self._changes = LocalChanges(local)
         self._reports = ReportFile(run_path=local.root)
@@ -212,6 +218,8 @@ class Flusher:
             self._await_others(checkpoint_id, state, exc)
         except CorruptError as exc:
             self._retry_few(checkpoint_id, state, exc, "damaged")
+        except ResidencyError as exc:
+            self._retry(checkpoint_id, state, exc, "held_residency", fixable=True)
         except TieredError as exc:
             self._retry(checkpoint_id, state, exc, "failed", fixable=isinstance(exc, InvalidError))
             return not isinstance(exc, UnavailableError)
@@ -325,7 +333,7 @@ class Flusher:
             rows,
             lambda done: self._report(head.checkpoint_id, state, "uploading", done),
         )
-        claim = Claim(self._packs, published, self._node)
+        claim = Claim(self._packs, published, self._node, self._evidence)
         claim.add(packs)
         return claim
 
@@ -354,3 +362,7 @@ class Flusher:
             head.checkpoint_id,
             "Look at 'dcp-tiered status' on that node; if it is lost, others commit in its place.",
         )
+
+
+def _nothing() -> None:
+    """Say nothing of residency."""

@@ -40,6 +40,8 @@ class Order:
     url: str
     options: dict[str, Any] = field(repr=False)
     limits: Limits
+    residency: dict[str, Any] | None = None
+    """The residency policy as plain data; None leaves it to what was noted with the run."""
     starter: ProcessIdentity | None = None
 
     def to_json(self) -> bytes:

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 
 from dcp_tiered.config import Limits
-from dcp_tiered.errors import CorruptError, IncompleteError, TieredError
+from dcp_tiered.errors import CorruptError, IncompleteError, ResidencyError, TieredError
 from dcp_tiered.format.manifest import decode_head
 from dcp_tiered.format.records import Commit, Record, state_of
 from dcp_tiered.format.shardfile import Header
@@ -115,7 +115,9 @@ class UnpublishedShards:
         )
         waiting.bad_tries += isinstance(error, CorruptError)
         ended = waiting.bad_tries >= _BAD_TRIES_MAX
-        self._report(checkpoint_id, waiting, "damaged" if ended else "failed", error)
+        held = isinstance(error, ResidencyError)
+        what = "damaged" if ended else "held_residency" if held else "failed"
+        self._report(checkpoint_id, waiting, what, error)
         _log.warning("shard files of %s are not durable yet: %s", checkpoint_id, error)
         if ended:
             self._end(checkpoint_id, waiting)

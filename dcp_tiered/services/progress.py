@@ -50,7 +50,7 @@ class Report:
     attempt: str
     """Empty for shard files whose manifest lies on another node."""
     state: str
-    """`waiting`, `uploading`, `incomplete`, `failed`, `damaged` or `conflict`."""
+    """`waiting`, `uploading`, `incomplete`, `failed`, `held_residency`, `damaged` or `conflict`."""
     bytes_done: int = 0
     tries: int = 0
     at: float = 0.0
@@ -127,6 +127,12 @@ class ReportFile:
 def read_reports(run_path: Path) -> dict[str, Report]:
     """Return the flusher's reports by id; none when they are missing or damaged."""
     return _read(run_path).by_id
+
+
+def held_by_residency(run_path: Path) -> int:
+    """Return how many checkpoints of a run its residency policy keeps on this node."""
+    reports = read_reports(run_path).values()
+    return sum(report.state == "held_residency" for report in reports)
 
 
 def describe_error(error: TieredError) -> dict[str, Any]:
@@ -270,6 +276,7 @@ def wait(  # noqa: PLR0913 - the writer's one caller names them all
         ConflictError: Another attempt owns the id.
         CorruptError: A shard file on this node is damaged, so this save cannot become durable.
         InvalidError: The flusher cannot succeed before something is fixed.
+        ResidencyError: The residency policy does not allow the durable tier.
         UnavailableError: The time is over; the last error of the flusher is in the message.
     """
     begun, deadline, ask_at = time.time(), time.monotonic() + timeout_s, 0.0

@@ -133,14 +133,12 @@ class RegionKept:
         region = self._region()
         noted = read_note(self._local).get("region")
         if noted is None:
-            _log.warning(
+            _log.info(
                 "no residency policy: this run is kept in region %s, where it is flushed first;"
                 " whether the bucket is public or replicated is not looked at",
                 region,
             )
-            with contextlib.suppress(AlreadyExistsError):  # by another process of this node
-                self._local.put(NOTE_FILE, canonical_json({"region": region}))
-            noted = read_note(self._local).get("region")
+            noted = self._note(region)
         if noted != region:
             raise ResidencyError(
                 f"run was flushed to region {noted!r} before, and would go to {region!r} now",
@@ -148,6 +146,17 @@ class RegionKept:
                 str(self._local.root / NOTE_FILE),
                 "Set the region back; if the run has to move, remove that file.",
             )
+
+    def _note(self, region: str) -> object:
+        """Note a region; return the one that is noted then."""
+        try:
+            self._local.put(NOTE_FILE, canonical_json({"region": region}))
+        except AlreadyExistsError:  # by another process of this node
+            return read_note(self._local).get("region")
+        except UnavailableError as exc:
+            # A full disk must not stop the flusher that empties it; the next one notes it.
+            _log.warning("cannot note the region of this run: %s", exc.message)
+        return region
 
 
 class ResidentTier:

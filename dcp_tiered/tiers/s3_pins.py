@@ -147,6 +147,27 @@ class PinOnly(Anchor):
         super().__call__(request)
 
 
+def compatible_endpoint(options: Mapping[str, Any]) -> str | None:
+    """Return scheme, host and port of a compatible store that options name, None for AWS."""
+    client = options.get("client_kwargs") or {}
+    url = urlsplit(str(options.get("endpoint_url") or client.get("endpoint_url") or ""))
+    host = url.hostname or ""
+    is_aws = not host or any(host.endswith(f".{suffix}") for suffix in SUFFIXES.values())
+    return None if is_aws else f"{url.scheme}://{url.netloc}"
+
+
+def configured_region(options: Mapping[str, Any]) -> str:
+    """Return the region of requests by options, environment and profile, empty when none is."""
+    client = options.get("client_kwargs") or {}
+    region = client.get("region_name") or options.get("region_name")
+    if region:
+        return str(region)
+    import botocore.session
+
+    session = botocore.session.Session(profile=options.get("profile"))
+    return str(session.get_config_variable("region") or "")
+
+
 def is_loopback(host: str) -> bool:
     """Tell whether a host is this machine."""
     try:

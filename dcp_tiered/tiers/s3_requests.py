@@ -181,8 +181,18 @@ class S3Requests:
         return result
 
     def region(self) -> str:
-        """Return the region that requests are signed for, without sending one."""
-        return str(self._connect().meta.region_name or "")
+        """Return the region that requests are signed for, without sending one.
+
+        Raises:
+            InvalidError: A profile or an option is wrong.
+        """
+        try:
+            # botocore's name for what it signs for us-east-1, where no region is configured.
+            region = self._connect().meta.region_name
+            return "us-east-1" if region in (None, "aws-global") else str(region)
+        except Exception as exc:
+            where = f"s3://{self.bucket}"
+            raise translate(exc, "looking for the region", where, self._endpoint())[0] from exc
 
     def close(self) -> None:
         """Give connections back."""

@@ -342,7 +342,7 @@ _options = st.fixed_dictionaries(
     },
 ).flatmap(
     lambda public: st.dictionaries(_hidden, _tree, min_size=1, max_size=5).map(
-        lambda secret: {"secret": _CANARY, **secret, **public}
+        lambda secret: {**secret, "secret": _CANARY, **public}
     )
 )
 

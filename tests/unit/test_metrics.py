@@ -19,7 +19,8 @@ class Source:
 
 @pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.name)
 def test_names_say_what_they_are(metric: Metric) -> None:
-    assert re.fullmatch(r"dcp_tiered_[a-z_]+(_seconds|_bytes|_waits)(_total|_max)?", metric.name)
+    units = "_seconds|_bytes|_waits|_checkpoints"
+    assert re.fullmatch(rf"dcp_tiered_[a-z_]+({units})(_total|_max)?", metric.name)
     assert metric.help
 
 

@@ -193,3 +193,14 @@ def test_the_region_of_the_first_flush_is_kept(tmp_path: Path):
     with pytest.raises(ResidencyError) as raised:
         RegionKept(local, lambda: "us-east-1").require()
     assert "eu-central-1" in raised.value.message
+
+
+class FullTier(PosixTier):
+    """A local tier on a disk without a free byte."""
+
+    def put(self, key: str, data: bytes) -> None:
+        raise UnavailableError("no space left on device", "local", key)
+
+
+def test_a_full_disk_does_not_stop_the_flusher_that_empties_it(tmp_path: Path):
+    RegionKept(FullTier(tmp_path / "run", tmp_path, "local"), lambda: "eu-central-1").require()
