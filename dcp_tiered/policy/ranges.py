@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
 E = TypeVar("E", bound="Extent")
@@ -81,7 +82,7 @@ def coalesce(extents: Sequence[E], gap_max: int, bytes_max: int) -> list[tuple[i
         Start, end and the ranges inside, for every read, ordered by start.
     """
     reads: list[tuple[int, int, list[E]]] = []
-    for extent in sorted(extents, key=lambda one: (one.start, one.end)):
+    for extent in sorted(extents, key=attrgetter("start", "end")):
         if reads:
             start, end, inside = reads[-1]
             new_end = max(end, extent.end)
