@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 _SHM = "/dev/shm"  # noqa: S108 - a mount point, not a temporary file
 _SHM_SPARE_BYTES = 64 << 20
 _COPY_THREADS_MAX = 4
-_COPY_BYTES = 64 << 20
+_COPY_BYTES = 16 << 20
 _LOOK_S = 0.01
 _HOLDERS_MAX = 10_000
 """Objects to look through for whoever holds a state, before it is taken to be in use."""
@@ -300,11 +300,11 @@ def _copy(spots: list[_Spot], buffer: torch.Tensor) -> None:
 def _copy_flat(moves: list[tuple[int, int, int]]) -> None:
     """Copy bytes: target address, source address, length.
 
-    A plain copy by one thread is as fast as two cores' memory, and at half of the CPU time of
-    torch's threads, which spin when they are done. Where there are many, a few share the work.
+    By as many threads as torch would use, up to a few, which fill the memory's bandwidth; torch's
+    own spin when they are done, and cost more.
     """
-    threads = min(_COPY_THREADS_MAX, torch.get_num_threads() // 4)
-    if threads < 2:  # noqa: PLR2004 - one thread is this one
+    threads = min(_COPY_THREADS_MAX, torch.get_num_threads())
+    if threads == 1:
         for move in moves:
             copy_memory(*move)
         return
