@@ -98,11 +98,7 @@ def boto3(target: Target) -> Send:
         .Session()
         .client(
             "s3",
-            endpoint_url=server["endpoint_url"],
-            region_name=server["client_kwargs"]["region_name"],
-            aws_access_key_id=server["key"],
-            aws_secret_access_key=server["secret"],
-            config=_lean_config(),
+            **_client_arguments(server),
         )
     )
     config = import_module("boto3.s3.transfer").TransferConfig(
@@ -227,16 +223,22 @@ def _lean_config() -> Any:
     )
 
 
+def _client_arguments(server: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "endpoint_url": server["endpoint_url"],
+        "region_name": server["client_kwargs"]["region_name"],
+        "aws_access_key_id": server["key"],
+        "aws_secret_access_key": server["secret"],
+        "config": _lean_config(),
+    }
+
+
 def _botocore(server: Mapping[str, Any]) -> Any:
     import botocore.session
 
     return botocore.session.Session().create_client(
         "s3",
-        endpoint_url=server["endpoint_url"],
-        region_name=server["client_kwargs"]["region_name"],
-        aws_access_key_id=server["key"],
-        aws_secret_access_key=server["secret"],
-        config=_lean_config(),
+        **_client_arguments(server),
     )
 
 

@@ -86,7 +86,10 @@ def host_engine(directory: Path, arena: Arena) -> Engine:
     Raises:
         InvalidError: The directory is not there or not writable.
     """
-    found = probe(directory)
+    return _host_engine(directory, arena, probe(directory))
+
+
+def _host_engine(directory: Path, arena: Arena, found: Probe) -> Engine:
     chosen: Engine = DirectEngine(arena) if found.direct else BufferedEngine()
     _log.info("engine %s for %s: %s", chosen.name, directory, found.reason)
     return chosen
@@ -114,8 +117,7 @@ def choose(name: str, directory: Path, arena: Arena) -> Engine:
             str(directory),
             "Use engine='auto', or a local tier on ext4 or xfs.",
         )
-    chosen: Engine = DirectEngine(arena) if found.direct else BufferedEngine()
-    _log.info("engine %s for %s: %s", chosen.name, directory, found.reason)
+    chosen = _host_engine(directory, arena, found)
     return chosen if name == "direct" else _with_device_memory(name, directory, chosen)
 
 

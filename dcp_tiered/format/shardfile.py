@@ -108,11 +108,6 @@ def dtype_code(name: str) -> int:
     return code
 
 
-def dtype_bytes(code: int) -> int:
-    """Return the size in bytes of one element of a dtype code."""
-    return int(ITEMSIZES[code])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     """Who wrote a shard file."""
@@ -401,7 +396,7 @@ class Index:
             raise CorruptError(f"row {row} of a shard file is not {fqn!r}")
         found: tuple[int, ...] | None = None
         sizes: tuple[int, ...] | None = None
-        if self.kind.item(row) != BYTES:
+        if not self.is_bytes(row):
             ndim, start = self.ndim.item(row), self.dims_start.item(row)
             flat = self.dims[start : start + 2 * ndim].tolist()
             found, sizes = tuple(flat[:ndim]), tuple(flat[ndim:])

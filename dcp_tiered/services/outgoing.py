@@ -6,13 +6,14 @@ Everything but `upload` is handed through.
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dcp_tiered import metrics
 from dcp_tiered.errors import TieredError
 from dcp_tiered.interfaces import DurableTier, ObjectInfo, Source
 from dcp_tiered.policy import draining, pacing
+from dcp_tiered.services.wrapped_tier import WrappedTier
 
 _BURST_BYTES = 1 << 20
 _STAYS_HINT = "It stays on this node; the next flusher that starts there goes on with it."
@@ -27,7 +28,7 @@ def never() -> float:
     return math.inf
 
 
-class Outgoing:
+class Outgoing(WrappedTier):
     """A durable tier with a rate and a deadline; as safe for threads as that tier is.
 
     Args:
@@ -44,8 +45,7 @@ class Outgoing:
         due: Callable[[], float] = never,
         sent: dict[str, int] | None = None,
     ) -> None:
-        self._tier = tier
-        self.name, self.url = tier.name, tier.url
+        super().__init__(tier)
         self.sent = dict(sent or {})
         """Bytes uploaded so far, by checkpoint id."""
         self._due = due
@@ -118,38 +118,6 @@ class Outgoing:
             self.sent[checkpoint_id] = self.sent.get(checkpoint_id, 0) + length
             if passed >= length > 0:  # less has passed of what was there already
                 self._measured = length / max(seconds, 1e-6)
-
-    def put(self, key: str, data: bytes) -> None:
-        """Create a small object; see `Tier.put`."""
-        self._tier.put(key, data)
-
-    def get(self, key: str, bytes_max: int) -> bytes:
-        """Return a small object whole; see `Tier.get`."""
-        return self._tier.get(key, bytes_max)
-
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `start`; see `Tier.read_into`."""
-        self._tier.read_into(key, start, buffer)
-
-    def read_alignment(self, key: str) -> int:
-        """Return which border memory has to lie on; see `Tier.read_alignment`."""
-        return self._tier.read_alignment(key)
-
-    def head(self, key: str) -> ObjectInfo:
-        """Return length and checksum; see `Tier.head`."""
-        return self._tier.head(key)
-
-    def list_keys(self, prefix: str) -> Iterator[str]:
-        """Yield every key below a directory; see `Tier.list_keys`."""
-        return self._tier.list_keys(prefix)
-
-    def list_directories(self) -> Iterator[str]:
-        """Yield the names right below the run root; see `Tier.list_directories`."""
-        return self._tier.list_directories()
-
-    def close(self) -> None:
-        """Give connections back."""
-        self._tier.close()
 
 
 class _Body:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from dcp_tiered.format.residency import Observed
 from dcp_tiered.interfaces import DurableTier, LocalTier, ObjectInfo, Source
 from dcp_tiered.policy.residency import Decision, Judged, Policy, decide
 from dcp_tiered.services.catalog import replace
+from dcp_tiered.services.wrapped_tier import WrappedTier
 
 _log = logging.getLogger(__name__)
 NOTE_FILE = ".residency.json"
@@ -159,7 +160,7 @@ class RegionKept:
         return region
 
 
-class ResidentTier:
+class ResidentTier(WrappedTier):
     """A durable tier that nothing is written to unless it may be; as safe for threads as that is.
 
     Args:
@@ -168,46 +169,18 @@ class ResidentTier:
     """
 
     def __init__(self, tier: DurableTier, residency: Residency) -> None:
-        self._tier, self._residency = tier, residency
-        self.name, self.url = tier.name, tier.url
+        super().__init__(tier)
+        self._residency = residency
 
     def put(self, key: str, data: bytes) -> None:
         """Create a small object; see `Tier.put`."""
         self._residency.require()
-        self._tier.put(key, data)
+        super().put(key, data)
 
     def upload(self, key: str, source: Source) -> ObjectInfo:
         """Create a large object; see `DurableTier.upload`."""
         self._residency.require()
-        return self._tier.upload(key, source)
-
-    def get(self, key: str, bytes_max: int) -> bytes:
-        """Return a small object whole; see `Tier.get`."""
-        return self._tier.get(key, bytes_max)
-
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `start`; see `Tier.read_into`."""
-        self._tier.read_into(key, start, buffer)
-
-    def read_alignment(self, key: str) -> int:
-        """Return which border memory has to lie on; see `Tier.read_alignment`."""
-        return self._tier.read_alignment(key)
-
-    def head(self, key: str) -> ObjectInfo:
-        """Return length and checksum; see `Tier.head`."""
-        return self._tier.head(key)
-
-    def list_keys(self, prefix: str) -> Iterator[str]:
-        """Yield every key below a directory; see `Tier.list_keys`."""
-        return self._tier.list_keys(prefix)
-
-    def list_directories(self) -> Iterator[str]:
-        """Yield the names right below the run root; see `Tier.list_directories`."""
-        return self._tier.list_directories()
-
-    def close(self) -> None:
-        """Give connections back."""
-        self._tier.close()
+        return super().upload(key, source)
 
 
 def refusal(decision: Decision) -> TieredError:

@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -102,6 +103,36 @@ def test_a_device_that_fails_before_fsync_seals_nothing(
     assert caught.value.errno == errno.EIO
     assert len(syncs) == 1
     assert names_below(disk.path) == []
+
+
+def test_a_file_that_cannot_be_closed_is_an_error(
+    engine: Engine, tmp_path: Path, monkeypatch
+) -> None:
+    """NFS tells some errors that late; the descriptor is gone all the same."""
+    close, failed = os.close, []
+
+    def fail(fd: int) -> None:
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        close(fd)
+        if is_file:
+            failed.append(fd)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def save() -> None:
+        with tier_on(tmp_path).create("step-1/a") as staged:
+            monkeypatch.setattr(os, "close", fail)
+            write(engine, staged.fd, 1)
+            staged.seal()
+
+    try:
+        with pytest.raises((OSError, UnavailableError)) as caught:
+            save()
+    finally:
+        monkeypatch.undo()
+    assert caught.value.errno == errno.EIO
+    assert len(failed) == len(set(failed)), "none is closed twice"
+    # The direct engine's own descriptor fails before the file is sealed.
+    assert names_below(tmp_path) == ([] if isinstance(engine, DirectEngine) else ["a"])
 
 
 def test_a_read_only_file_system_is_told_before_a_byte(disk: Disk) -> None:
