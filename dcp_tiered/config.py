@@ -27,6 +27,8 @@ ON_FULL = ("block", "fail")
 ENGINES = ("auto", "direct", "buffered", "gds", "kvikio")
 FILE_PROTOCOLS = ("file", "local")
 S3_PROTOCOLS = ("s3", "s3a")
+_INFLIGHT_BYTES_MIN = 16 << 20
+"""A reader has one buffer of a little more than half of that at least."""
 _PACE_BYTES_MIN = 1 << 20
 """Slower, a store would take a paced request for a broken one."""
 _PUBLIC_OPTIONS = ("anon", "endpoint_url", "profile", "use_ssl")
@@ -361,6 +363,7 @@ def _limits(given: Mapping[str, Any]) -> Limits:
 def _checked(limits: Limits) -> Limits:
     """Refuse bounds under which no save could ever begin, or no upload end."""
     least = {"pending_checkpoints_max": 1, "local_bytes_max": 1, "local_reserve_bytes": 0}
+    least |= {"inflight_bytes_max": _INFLIGHT_BYTES_MIN}
     least |= {"connections_max": 1, "bytes_per_second_max": _PACE_BYTES_MIN, "term_grace_s": 0}
     for name, value in {**least, "backpressure_wait_s": 0}.items():
         given = getattr(limits, name)

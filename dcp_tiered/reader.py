@@ -112,7 +112,7 @@ class TieredReader(StorageReader):
         self._read_bytes = {"local": 0, "durable": 0}
         self._stack = stack.build(self._settings)
         count = self._settings.limits.inflight_bytes_max // _BUFFER_BYTES
-        self._arena = Arena(_BUFFER_BYTES, min(max(1, count), _THREADS + 1))
+        self._arena = Arena(_BUFFER_BYTES, min(count, _THREADS + 1))
         if self._settings.local is None:
             _log.info("no local tier is configured, reading from %s only", self._settings.url.root)
 

@@ -22,6 +22,7 @@ from dcp_tiered import (
     CorruptError,
     IncompleteError,
     InvalidError,
+    Limits,
     NoCheckpointError,
     TieredError,
     TieredReader,
@@ -671,3 +672,11 @@ def shard_of(rank: int, root: str) -> tuple[int, int]:
 def test_each_rank_reads_its_own_rows(tmp_path: Path) -> None:
     for read, needed in share_ranks(4, shard_of, str(tmp_path)):
         assert needed <= read < needed + 10_000
+
+
+def test_memory_in_flight_is_bounded_by_what_was_given(tmp_path: Path) -> None:
+    limit = 16 * MIB
+    reader = TieredReader(f"tiered://{tmp_path}", limits=Limits(inflight_bytes_max=limit))
+    assert 0 < reader.metrics()['dcp_tiered_arena_bytes_max{use="read"}'] <= limit
+    with pytest.raises(InvalidError, match=f"inflight_bytes_max is {limit - 1} where at least"):
+        TieredReader(f"tiered://{tmp_path}", limits=Limits(inflight_bytes_max=limit - 1))
