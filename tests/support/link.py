@@ -17,9 +17,12 @@ class Link:
     Args:
         upstream: Endpoint of the server.
         bytes_per_second: To the server, of all connections together.
+        listener: Where clients come in; None: a port of this machine.
     """
 
-    def __init__(self, upstream: str, bytes_per_second: float) -> None:
+    def __init__(
+        self, upstream: str, bytes_per_second: float, listener: socket.socket | None = None
+    ) -> None:
         address = urlsplit(upstream)
         self._upstream = (str(address.hostname), int(address.port or 80))
         self._rate = bytes_per_second
@@ -27,8 +30,9 @@ class Link:
         self._free_at = 0.0
         self._sockets: set[socket.socket] = set()
         self._is_cut = False
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._listener = listener or socket.create_server(("127.0.0.1", 0), backlog=128)
+        host, port = self._listener.getsockname()
+        self.endpoint = f"http://{host}:{port}"
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._accept, name="link", daemon=True).start()
