@@ -49,7 +49,8 @@ def run_ranks(
     port = _free_port()
     processes = [
         _FORK.Process(
-            target=_run_one, args=(results, dict(os.environ), (rank, world_size, port, work, args))
+            target=_run_one,
+            args=(results, dict(os.environ), (rank, world_size, port, timeout_s, work, args)),
         )
         for rank in range(world_size)
     ]
@@ -98,7 +99,7 @@ class _Pool:
     ) -> list[Any]:
         port = _free_port()
         for rank, jobs in zip(range(world_size), self._jobs, strict=False):
-            jobs.put((rank, world_size, port, work, args))
+            jobs.put((rank, world_size, port, timeout_s, work, args))
         return _collect(self._results, world_size, timeout_s)
 
     def close(self) -> None:
@@ -136,14 +137,16 @@ def _serve(jobs: Any, results: Any) -> None:
         _one_job(results, jobs.get())
 
 
-def _one_job(results: Any, job: tuple[int, int, int, Callable[..., Any], tuple[Any, ...]]) -> None:
-    rank, world_size, port, work, args = job
+def _one_job(
+    results: Any, job: tuple[int, int, int, float, Callable[..., Any], tuple[Any, ...]]
+) -> None:
+    rank, world_size, port, timeout_s, work, args = job
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     try:
         dist.init_process_group(
-            "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+            "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
         )
         value = work(rank, *args)
         results.put((rank, True, value))
