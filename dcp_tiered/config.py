@@ -24,6 +24,7 @@ _SECRET_QUERY = ("?", "#")
 _EXAMPLE = "such as 'tiered::s3://bucket/run42'"
 
 ON_FULL = ("block", "fail")
+ON_LOCAL_FULL = ("fail", "write_through")
 ENGINES = ("auto", "direct", "buffered", "gds", "kvikio")
 FILE_PROTOCOLS = ("file", "local")
 S3_PROTOCOLS = ("s3", "s3a")
@@ -111,6 +112,8 @@ class Settings:
     """What writes to the local tier, one of `ENGINES`."""
     on_full: str = "block"
     """What a save does that finds no room, one of `ON_FULL`."""
+    on_local_full: str = "fail"
+    """What a save does that fills the disk, one of `ON_LOCAL_FULL`."""
     limits: Limits = field(default_factory=Limits)
     residency: Mapping[str, Any] | str | None = None
     """The residency policy as it was given, or the text of its file; parsed in `stack`."""
@@ -128,8 +131,10 @@ def settings(
     local: str | os.PathLike[str] | None = None,
     options: Mapping[str, Any] | None = None,
     limits: Limits | None = None,
+    *,
     engine: str | None = None,
     on_full: str | None = None,
+    on_local_full: str | None = None,
     residency: Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Settings:
     """Build settings from what a user gave, what the URL says, and fsspec's configuration.
@@ -141,6 +146,8 @@ def settings(
         limits: Bounds that differ from the defaults.
         engine: What writes to the local tier; else `options["tiered"]["engine"]`, else `auto`.
         on_full: What a save without room does; else `options["tiered"]["on_full"]`, else `block`.
+        on_local_full: What a save does that fills the disk; else the same in `options["tiered"]`,
+            else `fail`.
         residency: Where the run may be flushed to: a policy or the path of its file; else
             `options["tiered"]["residency"]`, else anywhere.
 
@@ -161,12 +168,18 @@ def settings(
     tiered = _protocol_options(("tiered",), given)
     durable = _protocol_options(_aliases(run.protocol), given)
     _refuse_secret_endpoint(durable)
+    through = _choice("on_local_full", on_local_full, tiered, ON_LOCAL_FULL)
+    if through == "write_through" and run.protocol is None:
+        raise InvalidError(
+            "on_local_full='write_through' in a run without a durable tier", None, run.root
+        )
     return Settings(
         url=run,
         local=_local_path(run, local, tiered),
         options=durable,
         engine=_choice("engine", engine, tiered, ENGINES),
         on_full=_choice("on_full", on_full, tiered, ON_FULL),
+        on_local_full=through,
         limits=_checked(limits or _limits(tiered.get("limits") or {})),
         residency=_residency(tiered.get("residency") if residency is None else residency),
     )

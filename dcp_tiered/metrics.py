@@ -34,6 +34,10 @@ STAGE = Metric("dcp_tiered_stage_seconds_total", "Time that staging took, withou
 STAGE_BYTES = Metric("dcp_tiered_stage_buffer_bytes", "Size of the staging buffer")
 WRITE = Metric("dcp_tiered_write_seconds_total", "Time to write and sync shard files")
 WRITE_BYTES = Metric("dcp_tiered_write_bytes_total", "Bytes of shard files written")
+WRITE_THROUGH_BYTES = Metric(
+    "dcp_tiered_write_through_bytes_total",
+    "Bytes that went to the durable tier during a save because the local one was full",
+)
 BACKPRESSURE = Metric(
     "dcp_tiered_backpressure_seconds_total", "Time that saves waited for room on this node"
 )

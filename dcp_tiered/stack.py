@@ -23,6 +23,7 @@ from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.flusher import Flusher
 from dcp_tiered.services.lock import FlusherLock
 from dcp_tiered.services.outgoing import Outgoing, never
+from dcp_tiered.services.packs import PackStore
 from dcp_tiered.services.residency import (
     PolicyCheck,
     RegionKept,
@@ -187,8 +188,8 @@ def flusher(
     order: launcher.Order, lock: FlusherLock, stopped: launcher.Stopped, out: Outgoing | None = None
 ) -> Flusher:
     """Build the flusher that an order asks for, with a durable tier of its own or one given."""
-    local = local_of(order)
-    residency = _residency(_settings_of(order), local)
+    local, run = local_of(order), _settings_of(order)
+    residency = _residency(run, local, durable_tier(run))
     durable: DurableTier = out or outgoing(order)
     evidence = None
     if residency is not None:
@@ -200,6 +201,17 @@ def flusher(
     return Flusher(
         local, durable, node, order.limits, lambda: stopped() or lock.asked_to_hand_over(), evidence
     )
+
+
+def write_through(run: Stack) -> PackStore:
+    """Return the durable tier for a shard file that has no room on this node.
+
+    What may leave this node is held to the same as in a flusher.
+    """
+    local, durable = run.need_local(), run.durable
+    assert durable is not None, "config refuses to write through to nothing"
+    residency = _residency(_as_noted(run.settings, local), local, durable)
+    return PackStore(local, durable if residency is None else ResidentTier(durable, residency))
 
 
 def local_of(order: launcher.Order) -> PosixTier:
@@ -233,9 +245,9 @@ def look(url: str, options: Mapping[str, Mapping[str, Any]]) -> Decision:
         durable.close()
 
 
-def _residency(run: Settings, local: LocalTier) -> Residency | None:
-    """Build what a flusher asks before it writes; it has a tier of its own to ask with."""
-    policy, durable = policy_of(run), durable_tier(run)
+def _residency(run: Settings, local: LocalTier, durable: DurableTier | None) -> Residency | None:
+    """Build what is asked before anything is written to the durable tier; it asks with that one."""
+    policy = policy_of(run)
     if policy is not None and durable is not None:
         return PolicyCheck(policy, _look_at(durable))
     return RegionKept(local, durable.region) if isinstance(durable, S3Tier) else None
@@ -274,10 +286,15 @@ def _no_rule(settings: Settings, what: str) -> ResidencyError:
 
 
 def _settings_of(order: launcher.Order) -> Settings:
-    """Return an order's settings, with the policy that was noted where it brings none itself."""
+    """Return an order's settings."""
     run = config.settings(order.url, options=_by_protocol(order), limits=order.limits)
-    policy = order.residency or read_note(local_of(order)).get("policy")
-    return run if policy is None else replace(run, residency=policy)
+    return _as_noted(replace(run, residency=order.residency), local_of(order))
+
+
+def _as_noted(run: Settings, local: LocalTier) -> Settings:
+    """Return settings with the policy that was noted on this node where they bring none."""
+    policy = run.residency or read_note(local).get("policy")
+    return replace(run, residency=policy)
 
 
 def _plain(policy: Policy | None) -> dict[str, Any] | None:

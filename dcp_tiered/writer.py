@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -35,55 +35,30 @@ from torch.futures import Future
 
 from dcp_tiered import config, metrics, save_items, stack
 from dcp_tiered.config import Limits
-from dcp_tiered.engines import shard_sink, tensors
+from dcp_tiered.engines import tensors
 from dcp_tiered.engines.staging import StagingArena
 from dcp_tiered.errors import (
     InvalidError,
     TieredError,
-    UnavailableError,
     from_os_error,
 )
 from dcp_tiered.format import layout
-from dcp_tiered.format.footer import TRAILER_BYTES, decode_trailer
 from dcp_tiered.format.manifest import Head, Manifest, ShardRef
 from dcp_tiered.format.plain import to_tagged
 from dcp_tiered.format.records import Commit
-from dcp_tiered.format.shardfile import (
-    DTYPES,
-    END_MAGIC,
-    PAGE_BYTES,
-    Header,
-    Index,
-    decode_index,
-)
+from dcp_tiered.format.shardfile import DTYPES, Header
 from dcp_tiered.metrics import Sample
 from dcp_tiered.policy import completeness
+from dcp_tiered.save_shard import ShardResult, ShardWriter
 from dcp_tiered.services import identity, progress
 from dcp_tiered.services.catalog import Catalog, newest, taken
 from dcp_tiered.services.local_space import LocalSpace
 from dcp_tiered.services.progress import CheckpointStatus
 from dcp_tiered.version import __version__
 
-if TYPE_CHECKING:
-    from dcp_tiered.interfaces import Engine
-
 _log = logging.getLogger(__name__)
 
 _LEVELS = ("local", "durable")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardResult:
-    """What a rank tells the coordinator about its shard file; one per rank and save."""
-
-    name: str
-    node: str
-    length: int
-    crc32c: int
-    footer_start: int
-    tail: bytes
-    """Footer and trailer: the columnar index of what is in the file."""
 
 
 @dataclass(kw_only=True)
@@ -130,6 +105,9 @@ class TieredWriter(StorageWriter, AsyncStager):
             `buffered`, which then has to work there.
         on_full: What a save does when too much waits for the flusher or the local tier is full of
             it: `block` (default) waits up to `backpressure_wait_s`, `fail` raises at once.
+        on_local_full: What a save does when the disk is full and nothing on it may be evicted:
+            `fail` (default), or `write_through`, which uploads this rank's part before the save
+            ends. Such a checkpoint can be loaded once it is durable.
         limits: Bounds that differ from the defaults.
         residency: Where the flusher may bring checkpoints to: a policy such as
             `{"allow": ["aws:eu-central-1"], "owner": "123456789012"}`, or the path of its TOML
@@ -152,13 +130,23 @@ class TieredWriter(StorageWriter, AsyncStager):
         trust_bytes: bool = False,
         engine: str | None = None,
         on_full: str | None = None,
+        on_local_full: str | None = None,
         limits: Limits | None = None,
         residency: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         **options: Mapping[str, Any],
     ) -> None:
         super().__init__()
         self._synchronize_after_execute = False
-        self._settings = config.settings(url, local, options, limits, engine, on_full, residency)
+        self._settings = config.settings(
+            url,
+            local,
+            options,
+            limits,
+            engine=engine,
+            on_full=on_full,
+            on_local_full=on_local_full,
+            residency=residency,
+        )
         self._overwrite = overwrite
         self._step = step
         self._metadata = copy.deepcopy(dict(metadata)) if metadata else {}
@@ -166,34 +154,31 @@ class TieredWriter(StorageWriter, AsyncStager):
         self._trust_bytes = trust_bytes
         self._launch = identity.current().text()
         self._last_sequence = 0
-        self._thread = _ThreadState()
-        self._make_buffers()
-        self._stack = stack.build(self._settings)
-        self._space = self._make_space()
+        self._start()
 
     def __repr__(self) -> str:
         return f"TieredWriter({self._settings.url.root!r}, local={str(self._settings.local)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what belongs to one save or one process."""
-        mine = dict.fromkeys(("_thread", "_engine", "_staging", "_arena", "_stack", "_space"))
+        mine = dict.fromkeys(("_thread", "_staging", "_shards", "_stack", "_space"))
         return {**self.__dict__, **mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._thread = _ThreadState()
-        self._make_buffers()
-        self._stack = stack.build(self._settings)
-        self._space = self._make_space()
+        self._start()
 
-    def _make_space(self) -> LocalSpace:
-        local = self._stack.need_local()
-        return LocalSpace(self._stack.catalog, local, self._settings.limits)
+    def _start(self) -> None:
+        """Make what belongs to one process."""
+        self._thread = _ThreadState()
+        self._stack = stack.build(self._settings)
+        limits = self._settings.limits
+        self._space = LocalSpace(self._stack.catalog, self._stack.need_local(), limits)
+        self._make_buffers()
 
     def _make_buffers(self) -> None:
-        self._engine: Engine | None = None
         self._staging = StagingArena(self._settings.limits.stage_wait_s)
-        self._arena = stack.write_arena()
+        self._shards = ShardWriter(self._stack, self._space, trust_bytes=self._trust_bytes)
         self._written_s = 0.0
         self._written_bytes = 0
         self._planned_bytes = 0
@@ -300,7 +285,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         results = []
         if plan.items:
             begun = time.monotonic()
-            shard = self._write_or_free(save, plan, planner)
+            shard = self._shards.write(self._header(save), plan, planner)
             self._written_s += time.monotonic() - begun
             self._written_bytes += shard.length
             results.append(
@@ -341,7 +326,7 @@ class TieredWriter(StorageWriter, AsyncStager):
             ),
         )
         entries = completeness.match(
-            save_items.planned(metadata), [_index_of(shard) for shard in shards]
+            save_items.planned(metadata), [shard.index() for shard in shards]
         )
         published = self._stack.catalog.publish(
             Manifest(head=head, entries=entries, planner_data=metadata.planner_data)
@@ -378,7 +363,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         yield from self._space.samples()
         held = progress.held_by_residency(self._stack.need_local().root)
         yield metrics.HELD_RESIDENCY, {}, held
-        yield from self._arena.samples("write")
+        yield from self._shards.samples()
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of this writer in this process, by name."""
@@ -508,6 +493,17 @@ class TieredWriter(StorageWriter, AsyncStager):
         )
         return None, 0
 
+    def _header(self, save: _Save) -> Header:
+        return Header(
+            checkpoint_id=save.checkpoint_id,
+            rank=save.rank,
+            world_size=save.world_size,
+            local_world_size=config.launch_environment()[1],
+            node=save.node,
+            token=secrets.token_hex(8),
+            written_by=__version__,
+        )
+
     def _make_room(self, save: _Save) -> None:
         """See that this node has room for the save; one rank of each node asks, before any writes.
 
@@ -520,55 +516,6 @@ class TieredWriter(StorageWriter, AsyncStager):
         if save.world_size > 1:
             needed = self._space.expected_bytes(needed * local_world)
         self._space.admit(save.checkpoint_id, needed, self._settings.on_full, self._keep_flusher)
-
-    def _write_or_free(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> ShardResult:
-        """Write a shard file; on a full disk evict what is durable, and try again.
-
-        How much is needed is not known: objects have no size before they are written, and other
-        ranks want room too. So every try asks for twice as much, until nothing is left to evict.
-        """
-        wanted = PAGE_BYTES + save_items.bytes_of(plan.items)
-        while True:
-            try:
-                return self._write_shard(save, plan, planner)
-            except UnavailableError as exc:
-                if exc.errno not in _FULL or not self._space.free(wanted):
-                    raise
-                _log.warning("evicted durable checkpoints, writing again: %s", exc)
-            wanted *= 2
-
-    def _write_shard(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> ShardResult:
-        token = secrets.token_hex(8)
-        name = layout.shard_name(save.rank, token)
-        header = Header(
-            checkpoint_id=save.checkpoint_id,
-            rank=save.rank,
-            world_size=save.world_size,
-            local_world_size=config.launch_environment()[1],
-            node=save.node,
-            token=token,
-            written_by=__version__,
-        )
-        local = self._stack.need_local()
-        items = save_items.in_order(plan.items)
-        estimate = PAGE_BYTES + sum(length for _, length in items if length is not None)
-        engine = self._engine = self._engine or stack.engine(
-            self._settings, local.base, self._arena
-        )
-        with local.create(layout.key(save.checkpoint_id, name)) as staged:
-            with shard_sink.writing(staged, engine, header, estimate) as sink:
-                for item, length in items:
-                    save_items.write(sink, item, length, planner, trust_bytes=self._trust_bytes)
-                footer_start, tail = sink.finish()
-            staged.seal()
-        return ShardResult(
-            name=name,
-            node=save.node,
-            length=sink.builder.cursor,
-            crc32c=sink.builder.crc,
-            footer_start=footer_start,
-            tail=tail,
-        )
 
 
 def _check_writable(base: Path) -> None:
@@ -591,8 +538,3 @@ def _rank_and_world() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
-
-
-def _index_of(shard: ShardResult) -> Index:
-    trailer = decode_trailer(shard.tail[-TRAILER_BYTES:], shard.length, END_MAGIC)
-    return decode_index(trailer, shard.tail[: trailer.stored_length])

@@ -10,7 +10,7 @@ from dcp_tiered.format import layout
 from dcp_tiered.format.columns import canonical_json, parse_json
 from dcp_tiered.format.footer import TRAILER_BYTES
 from dcp_tiered.format.pack import Pack, decode_pack, decode_pack_trailer
-from dcp_tiered.interfaces import DurableTier, LocalTier, ObjectInfo
+from dcp_tiered.interfaces import DurableTier, LocalTier, ObjectInfo, Source
 from dcp_tiered.services.catalog import parallel
 from dcp_tiered.services.pack_source import PackSource
 
@@ -30,15 +30,18 @@ class PackStore:
 
     def upload(self, checkpoint_id: str, pack: Pack) -> None:
         """Bring a pack to the durable tier and verify it there."""
-        key = layout.key(checkpoint_id, pack.name)
         if not self.is_verified(checkpoint_id, pack):
             with PackSource(self.local.root / checkpoint_id, pack) as source:
                 try:
-                    said = self.durable.upload(key, source)
+                    self.bring(checkpoint_id, pack, source)
                 except CorruptError:
                     source.check()  # says which file it is, if the fault is on this side
                     raise
-            self._verify_upload(checkpoint_id, pack, said)
+
+    def bring(self, checkpoint_id: str, pack: Pack, source: Source) -> None:
+        """Create a pack from its bytes, wherever they are, and verify it."""
+        said = self.durable.upload(layout.key(checkpoint_id, pack.name), source)
+        self._verify_upload(checkpoint_id, pack, said)
 
     def is_verified(self, checkpoint_id: str, pack: Pack) -> bool:
         """Tell whether the store holds exactly this pack and that has been verified.

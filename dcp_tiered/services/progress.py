@@ -285,13 +285,12 @@ def wait(  # noqa: PLR0913 - the writer's one caller names them all
         if level == "local":
             if _is_local(catalog, local, checkpoint_id, rank, since):
                 return
-            keep_flusher()  # on other nodes than the coordinator's it brings the manifest
         elif _is_durable(catalog, local, checkpoint_id, rank, launch, since):
             return
-        elif _has_work(catalog, checkpoint_id):
-            keep_flusher()
-        elif time.monotonic() >= ask_at:
-            # This node wrote nothing of it, so no flusher here will ever note its commit.
+        if _has_work(catalog, checkpoint_id):
+            keep_flusher()  # on other nodes than the coordinator's it brings the manifest too
+        elif catalog.durable is not None and time.monotonic() >= ask_at:
+            # Nothing of it lies on this node, so no flusher here will ever note its commit.
             if _is_committed(catalog, checkpoint_id, since):
                 return
             ask_at = time.monotonic() + _ASK_S
