@@ -1,12 +1,15 @@
 """Every metric: name, unit, labels. `TieredWriter.metrics` and `TieredReader.metrics` give values.
 
+A flusher writes its own into a file, in the text format of Prometheus.
+
 Names follow Prometheus: a base unit in the name, `_total` for what only grows. Values belong to one
 process: where DCP saves in another one (PROCESS), that one counts what is written.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Sample = tuple["Metric", Mapping[str, str], float]
 """A metric, its labels, and its value."""
@@ -54,6 +57,21 @@ HELD_RESIDENCY = Metric(
     "dcp_tiered_held_residency_checkpoints",
     "Checkpoints that the residency policy keeps on this node",
 )
+REQUESTS = Metric(
+    "dcp_tiered_requests_total",
+    "Requests to the durable tier, by operation and outcome (`ok`, `retried` or `failed`)",
+    ("operation", "outcome"),
+)
+REQUESTS_MAX = Metric(
+    "dcp_tiered_requests_max", "Requests that may be on their way at once; fewer after SlowDown"
+)
+COMMITS = Metric("dcp_tiered_commits_total", "Checkpoints that this flusher found or made durable")
+PENDING = Metric(
+    "dcp_tiered_pending_checkpoints", "Published checkpoints of this node that are not durable yet"
+)
+PENDING_AGE = Metric(
+    "dcp_tiered_pending_seconds_max", "How long the flusher knows of the oldest of them"
+)
 UPLOAD_BYTES = Metric("dcp_tiered_upload_bytes_total", "Bytes of packs sent, repeated ones too")
 PACING = Metric(
     "dcp_tiered_pacing_seconds_total", "Time that uploads waited because of `bytes_per_second_max`"
@@ -80,8 +98,26 @@ def _key(metric: Metric, labels: Mapping[str, str]) -> str:
     return f"{metric.name}{{{text}}}" if text else metric.name
 
 
+def text(samples: Iterable[Sample], more: Mapping[str, str]) -> str:
+    """Return samples as Prometheus reads them from a text file.
+
+    Args:
+        samples: The samples; those of one metric follow each other.
+        more: Labels that each of them gets.
+    """
+    lines: list[str] = []
+    for metric, labels, value in samples:
+        head = f"# TYPE {metric.name} {'counter' if metric.is_counter else 'gauge'}"
+        if head not in lines:
+            lines += [f"# HELP {metric.name} {metric.help}", head]
+        pairs = ",".join(f"{name}={json.dumps(said)}" for name, said in {**more, **labels}.items())
+        lines.append(f"{metric.name}{{{pairs}}} {value!r}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+@runtime_checkable
 class Source(Protocol):
-    """What has metrics: a writer or a reader."""
+    """What has metrics: a writer or a reader, a flusher, some tiers."""
 
     def samples(self) -> Iterable[Sample]:
         """Return the current values."""

@@ -52,8 +52,9 @@ def _run(data: bytes) -> int:
 
 
 def _flush(order: "Order", ending: Ending) -> None:
-    from dcp_tiered import metrics, stack
+    from dcp_tiered import stack
     from dcp_tiered.services.lock import FlusherLock
+    from dcp_tiered.services.metrics_file import MetricsFile
 
     lock = FlusherLock(Path(order.run_path))
     while _take_over(lock, order, ending):
@@ -64,11 +65,12 @@ def _flush(order: "Order", ending: Ending) -> None:
             out = stack.outgoing(order, ending.due)
             flusher = stack.flusher(order, lock, ending.is_asked, out)
             _log.info("flushing %s to %s", order.run_path, order.url)
-            flusher.run(order.limits.idle_exit_s)
+            file = MetricsFile(Path(order.run_path), order.url, out, flusher)
+            flusher.run(order.limits.idle_exit_s, file.write_sometimes)
             asked = lock.asked_to_hand_over()
             if ending.is_asked() and not asked:
                 _drain(order, lock, ending, out)
-        _log.info("%s", metrics.flat(out.samples()))
+        file.write()
         # A save that sealed its files while we still held the lock did not start another flusher:
         # it counted on us. So look once more after the lock is free.
         if ending.is_asked() or asked or not flusher.has_work():

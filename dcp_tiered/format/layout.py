@@ -25,8 +25,17 @@ NODE_FILE = "node.json"
 LOCK_FILE = "flusher.lock"
 LOG_FILE = "flusher.log"
 STATUS_FILE = "flusher-status.json"
+METRICS_FILE = "flusher-metrics.prom"
 TAKEOVER_FILE = "flusher.takeover"
-_RESERVED = (RUN_FILE, NODE_FILE, LOCK_FILE, LOG_FILE, STATUS_FILE, TAKEOVER_FILE)
+_RESERVED = (
+    RUN_FILE,
+    NODE_FILE,
+    LOCK_FILE,
+    LOG_FILE,
+    STATUS_FILE,
+    METRICS_FILE,
+    TAKEOVER_FILE,
+)
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

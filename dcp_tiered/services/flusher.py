@@ -6,10 +6,11 @@ goes on (I11). Nothing here decides what a checkpoint is: the catalog does.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dcp_tiered import metrics
 from dcp_tiered.config import Limits
 from dcp_tiered.errors import (
     ConflictError,
@@ -23,6 +24,7 @@ from dcp_tiered.errors import (
 from dcp_tiered.format.manifest import Head
 from dcp_tiered.format.records import Commit, Record
 from dcp_tiered.interfaces import DurableTier, LocalTier
+from dcp_tiered.metrics import Sample
 from dcp_tiered.policy import takeover
 from dcp_tiered.services.catalog import Catalog, Published
 from dcp_tiered.services.claim import Claim
@@ -104,6 +106,7 @@ class Flusher:
         self._stop = stop
         self._evidence = evidence or _nothing
         self._open: dict[str, _Open] = {}
+        self._commits = 0
         self._changes = LocalChanges(local)
         self._reports = ReportFile(run_path=local.root)
         self._space = LocalSpace(self._catalog, local, limits)
@@ -112,8 +115,13 @@ class Flusher:
             self._catalog, self._own_packs, local, limits, self._reports
         )
 
-    def run(self, idle_exit_s: float) -> None:
-        """Flush until there has been nothing to do for `idle_exit_s` seconds, or `stop`."""
+    def run(self, idle_exit_s: float, after_step: Callable[[], None]) -> None:
+        """Flush until there has been nothing to do for `idle_exit_s` seconds, or `stop`.
+
+        Args:
+            idle_exit_s: Seconds.
+            after_step: Called after each look at the local tier.
+        """
         self._reports.write()
         idle_since = time.monotonic()
         while not self._stop():
@@ -121,6 +129,7 @@ class Flusher:
                 idle_since = time.monotonic()
             elif time.monotonic() - idle_since >= idle_exit_s:
                 return
+            after_step()
             time.sleep(self._limits.poll_s)
 
     def step(self, ranked: Callable[[list[str]], list[str]] = list) -> bool:
@@ -141,6 +150,14 @@ class Flusher:
         waiting = self._unpublished.step()
         self._space.trim()
         return waiting or any(self._open[name].keeps_us() for name in work)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the metrics of this process."""
+        waiting = [state.since for state in self._open.values() if not state.settled]
+        yield metrics.COMMITS, {}, self._commits
+        yield metrics.PENDING, {}, len(waiting)
+        yield metrics.PENDING_AGE, {}, time.monotonic() - min(waiting, default=time.monotonic())
+        yield from self._space.samples()
 
     def has_work(self) -> bool:
         """Tell whether something on this node is not durable yet, without asking the store."""
@@ -231,6 +248,7 @@ class Flusher:
             self._retry_few(checkpoint_id, state, error, "failed")
         else:
             state.settled, state.error = True, None
+            self._commits += 1
             self._reports.drop(checkpoint_id)
             _log.info(
                 "durable: %s, step %s, %d bytes in %d packs",

@@ -6,12 +6,13 @@ Everything but `upload` is handed through.
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dcp_tiered import metrics
 from dcp_tiered.errors import TieredError
 from dcp_tiered.interfaces import DurableTier, ObjectInfo, Source
+from dcp_tiered.metrics import Sample
 from dcp_tiered.policy import draining, pacing
 from dcp_tiered.services.wrapped_tier import WrappedTier
 
@@ -89,13 +90,12 @@ class Outgoing(WrappedTier):
         self._note(key.partition("/")[0], source.length, body.count, time.monotonic() - begun)
         return info
 
-    def samples(self) -> Iterable[metrics.Sample]:
-        """Return the current values of this process."""
-        with self._lock:
-            return [
-                (metrics.UPLOAD_BYTES, {}, self._bytes),
-                (metrics.PACING, {}, self._waited_s),
-            ]
+    def samples(self) -> Iterator[Sample]:
+        """Yield the metrics of this process, those of the tier included."""
+        yield metrics.UPLOAD_BYTES, {}, self._bytes
+        yield metrics.PACING, {}, self._waited_s
+        if isinstance(self._tier, metrics.Source):
+            yield from self._tier.samples()
 
     def _let_pass(self, count: int) -> None:
         """Return when that many bytes may leave."""

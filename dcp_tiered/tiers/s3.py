@@ -25,6 +25,7 @@ from dcp_tiered.errors import (
 )
 from dcp_tiered.format.residency import Observed
 from dcp_tiered.interfaces import ObjectInfo, Source
+from dcp_tiered.metrics import Sample
 from dcp_tiered.tiers.s3_body import Window, damaged
 from dcp_tiered.tiers.s3_errors import ChecksumRefusedError, too_short, transport_errors
 from dcp_tiered.tiers.s3_pins import Pin
@@ -218,6 +219,10 @@ class S3Tier:
     def region(self) -> str:
         """Return the region that requests are signed for."""
         return self._requests.region()
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the metrics of this process."""
+        yield from self._requests.samples()
 
     def close(self) -> None:
         """Give connections back."""

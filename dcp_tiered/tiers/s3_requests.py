@@ -13,11 +13,14 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from dcp_tiered import metrics
 from dcp_tiered.errors import InvalidError, TieredError
+from dcp_tiered.metrics import Sample
 from dcp_tiered.tiers.s3_body import send_in_blocks
 from dcp_tiered.tiers.s3_errors import (
     TIER,
@@ -77,6 +80,7 @@ class S3Requests:
         self._client: Any = None
         self._lock = threading.Lock()
         self._gate = Gate(connections_max)
+        self._counts: Counter[tuple[str, str]] = Counter()
         _alive.add(self)
         ignored = [name for name in _NOT_PASSED_ON if options.get(name)]
         if ignored:
@@ -88,7 +92,8 @@ class S3Requests:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave connections and locks behind: a client does not survive another process."""
-        return {**self.__dict__, "_client": None, "_lock": None, "_gate": None}
+        mine = dict.fromkeys(("_client", "_lock", "_gate", "_counts"))
+        return {**self.__dict__, **mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -153,7 +158,9 @@ class S3Requests:
                     self._drop(client)
                 pause = random.uniform(0, min(_PAUSE_S_MAX, 0.2 * 2**attempt))  # noqa: S311 - jitter
                 if not retryable or time.monotonic() + pause > deadline:
+                    self._count(operation, "failed")
                     raise error from exc
+                self._count(operation, "retried")
                 _log.info("retrying: %s", error.message)
                 if _stopped_within(stop, pause):
                     raise error from exc
@@ -178,7 +185,20 @@ class S3Requests:
                 _log.info("store is overloaded, %d requests at once now", self._gate.allowed)
             raise
         self._gate.went_well()
+        self._count(operation, "ok")
         return result
+
+    def _count(self, operation: str, outcome: str) -> None:
+        with self._lock:
+            self._counts[operation, outcome] += 1
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the metrics of this process."""
+        with self._lock:
+            counts = sorted(self._counts.items())
+        for (operation, outcome), count in counts:
+            yield metrics.REQUESTS, {"operation": operation, "outcome": outcome}, count
+        yield metrics.REQUESTS_MAX, {}, self._gate.allowed
 
     def region(self) -> str:
         """Return the region that requests are signed for, without sending one.
@@ -206,6 +226,7 @@ class S3Requests:
         self._client = None
         self._lock = threading.Lock()
         self._gate = Gate(self._connections_max)
+        self._counts = Counter()
         _alive.add(self)
 
     def _connect(self) -> Any:

@@ -182,3 +182,26 @@ def test_secrets_never_reach_the_disk_or_the_process_table(s3_run: Run) -> None:
     for path in s3_run.local.rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, f"others can read {path}"
     assert len(Eyes(s3_run).check().commits) == 1
+
+
+@pytest.mark.slow
+def test_a_flusher_leaves_its_metrics(s3_run: Run) -> None:
+    """What it says that it sent is what the store has."""
+    for number, name in enumerate("ab"):
+        runs.save(s3_run.arguments(), name, number)
+        runs.wait(s3_run.arguments(), name)
+    (pid,) = flusher_pids(s3_run.local)
+    os.kill(pid, signal.SIGTERM)
+    await_that("the end of the flusher", lambda: not flusher_pids(s3_run.local))
+    text = (s3_run.run_path() / "flusher-metrics.prom").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    run = f'run="{s3_run.url}"'
+    assert all(run in line for line in lines)
+    said = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+    keys = s3_run.keys()
+    packs = [size for key, size in keys.items() if "/packs/" in key]
+    put = said[f'dcp_tiered_requests_total{{{run},operation="put_object",outcome="ok"}}']
+    assert put == len(keys) == 6, "manifest, pack and record of each, one request for each"
+    assert said[f"dcp_tiered_upload_bytes_total{{{run}}}"] == sum(packs)
+    assert said[f"dcp_tiered_commits_total{{{run}}}"] == 2
+    assert said[f"dcp_tiered_pending_checkpoints{{{run}}}"] == 0

@@ -19,8 +19,8 @@ class Source:
 
 @pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.name)
 def test_names_say_what_they_are(metric: Metric) -> None:
-    units = "_seconds|_bytes|_waits|_checkpoints"
-    assert re.fullmatch(rf"dcp_tiered_[a-z_]+({units})(_total|_max)?", metric.name)
+    units = "seconds|bytes|waits|checkpoints|requests|commits"
+    assert re.fullmatch(rf"dcp_tiered_([a-z_]+_)?({units})(_total|_max)?", metric.name)
     assert metric.help
 
 
@@ -46,3 +46,18 @@ def test_prometheus() -> None:
     assert "# TYPE dcp_tiered_read_bytes_total counter" in lines
     assert "# TYPE dcp_tiered_stage_buffer_bytes gauge" in lines
     assert "dcp_tiered_stage_buffer_bytes 9.0" in lines
+
+
+def test_text_is_read_by_prometheus() -> None:
+    """Labels with quotes and backslashes too."""
+    parser = pytest.importorskip("prometheus_client.parser")
+    written = metrics.text(Source().samples(), {"run": 's3://b/a"b\\c'})
+    families = {one.name: one for one in parser.text_string_to_metric_families(written)}
+    assert set(families) == {"dcp_tiered_read_bytes", "dcp_tiered_stage_buffer_bytes"}
+    assert families["dcp_tiered_stage_buffer_bytes"].type == "gauge"
+    read = families["dcp_tiered_read_bytes"]
+    assert read.type == "counter"
+    assert [(sample.labels, sample.value) for sample in read.samples] == [
+        ({"run": 's3://b/a"b\\c', "tier": "local"}, 5.0),
+        ({"run": 's3://b/a"b\\c', "tier": "durable"}, 7.0),
+    ]
