@@ -171,6 +171,26 @@ def awscrt(target: Target) -> Send:
     return lambda bucket: partial(send, bucket)
 
 
+def s3torchconnector(target: Target) -> Send:
+    """Send with the writer of the PyTorch connector, in the pieces in which it sends parts."""
+    made = import_module("s3torchconnector._s3client")
+    server = target.server
+    # It takes credentials from the environment only; this process has no other use for them.
+    os.environ |= {"AWS_ACCESS_KEY_ID": server["key"], "AWS_SECRET_ACCESS_KEY": server["secret"]}
+    client = made.S3Client(
+        server["client_kwargs"]["region_name"],
+        endpoint=server["endpoint_url"],
+        s3client_config=made.S3ClientConfig(part_size=_SMALL_PART_BYTES, force_path_style=True),
+    )
+
+    def send(bucket: str) -> None:
+        with target.shard.open("rb") as file, client.put_object(bucket, _KEY) as out:
+            while data := file.read(_SMALL_PART_BYTES):
+                out.write(data)
+
+    return lambda bucket: partial(send, bucket)
+
+
 def floor(target: Target) -> Send:
     """Send with nothing between the page cache and the sockets."""
     client = _botocore(target.server)
@@ -247,6 +267,7 @@ CLIENTS: dict[str, Callable[[Target], Send]] = {
     "s3fs": s3fs,
     "obstore": obstore,
     "awscrt": awscrt,
+    "s3torchconnector": s3torchconnector,
 }
 
 

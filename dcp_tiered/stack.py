@@ -89,6 +89,8 @@ class Stack:
 
     def close(self) -> None:
         """Give connections back."""
+        if self.keeper is not None:
+            self.keeper.close()
         if self.durable is not None:
             self.durable.close()
 

@@ -9,7 +9,9 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_tiered.config import Limits
-from dcp_tiered.errors import InvalidError, UnavailableError
+from dcp_tiered.errors import InvalidError, TieredError, UnavailableError
 from dcp_tiered.format import layout
 from dcp_tiered.services import identity
 from dcp_tiered.services.identity import ProcessIdentity
@@ -27,6 +29,9 @@ _log = logging.getLogger(__name__)
 _SPAWN_S_MAX = 60.0
 _START_S = 3.0
 """A flusher that was just started has the lock after this at the latest; no second one before."""
+
+_WATCH_S, _WATCH_S_MAX = 2.0, 60.0
+"""How often to look for one that was killed, and how seldom where each one is."""
 
 Stopped = Callable[[], bool]
 
@@ -75,6 +80,10 @@ def order_from_json(data: bytes) -> Order:
 class Keeper:
     """Sees that a run on this node has a flusher.
 
+    Once it has been asked to, it also starts another one in place of one that was killed. Without
+    that a checkpoint would wait for the next save, and a save that waits for room on another node
+    would wait for a checkpoint whose flusher is gone on this one.
+
     Args:
         lock: The run's flusher lock.
         order: What to flush and how.
@@ -96,6 +105,12 @@ class Keeper:
         self._may_take_over = may_take_over
         self._environment = environment
         self._started_at: float | None = None
+        self._watch: threading.Thread | None = None
+        self._closing = threading.Event()
+
+    def close(self) -> None:
+        """Watch no longer; a flusher that runs goes on."""
+        self._closing.set()
 
     def keep(self) -> None:
         """Start a flusher unless one runs that was started by a process that is still alive.
@@ -103,6 +118,13 @@ class Keeper:
         Raises:
             UnavailableError: The process cannot be started.
         """
+        if self._watch is None and self._may_take_over:
+            # The thread must not keep alive a writer that nobody has closed.
+            mine = (weakref.ref(self), self._closing)
+            self._watch = threading.Thread(
+                target=_watch, args=mine, name="dcp-tiered-watch", daemon=True
+            )
+            self._watch.start()
         now = time.monotonic()
         start_s = min(_START_S, self._order.limits.idle_exit_s)
         if self._started_at is not None and now - self._started_at < start_s:
@@ -112,6 +134,17 @@ class Keeper:
             return
         self._started_at = now
         self._start()
+
+    def replace_killed(self) -> bool:
+        """Start another flusher if the last one was killed; tell whether it was."""
+        if not self._lock.was_killed():
+            return False
+        _log.warning("the flusher of %s was killed, starting another", self._order.url)
+        try:
+            self.keep()
+        except TieredError as exc:
+            _log.error("%s", exc)
+        return True
 
     def _start(self) -> None:
         mine = replace(self._order, starter=identity.current())
@@ -140,6 +173,18 @@ class Keeper:
                 f"Look at flusher.log in {path}; 'dcp-tiered flush' does its work by hand.",
             ) from exc
         _log.info("started a flusher for %s", self._order.url)
+
+
+def _watch(ref: weakref.ref[Keeper], closing: threading.Event) -> None:
+    """Replace flushers that are killed, ever more slowly where one after the other is."""
+    pause_s = _WATCH_S
+    while not closing.wait(pause_s):
+        keeper = ref()
+        if keeper is None:
+            return
+        longer = keeper.replace_killed()
+        pause_s = min(2 * pause_s, _WATCH_S_MAX) if longer else max(0.8 * pause_s, _WATCH_S)
+        del keeper
 
 
 @contextmanager

@@ -83,6 +83,19 @@ class FlusherLock:
             return Holder(flusher=None, starter=None)
         return holder
 
+    def was_killed(self) -> bool:
+        """Tell whether the last holder is gone and did not end by itself."""
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            return not _is_locked(fd) and _parse(os.pread(fd, _TEXT_BYTES, 0)).flusher is not None
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+
     @contextmanager
     def hold(self, starter: ProcessIdentity | None) -> Iterator[bool]:
         """Take the lock for the block; the value says whether it was free."""
@@ -99,6 +112,8 @@ class FlusherLock:
             with contextlib.suppress(OSError):
                 self._takeover.unlink()
             yield True
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, 0)  # nobody has to start one in place of this one
         finally:
             self._fd = None
             os.close(fd)

@@ -13,8 +13,10 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from dcp_tiered import TieredWriter
+from dcp_tiered.services.lock import FlusherLock
 from tests.conftest import Run, flusher_pids
 from tests.support import runs, workers
+from tests.support.fault_proxy import FaultProxy
 from tests.support.storage_check import Eyes
 from tests.support.workers import await_that
 
@@ -205,3 +207,26 @@ def test_a_flusher_leaves_its_metrics(s3_run: Run) -> None:
     assert said[f"dcp_tiered_upload_bytes_total{{{run}}}"] == sum(packs)
     assert said[f"dcp_tiered_commits_total{{{run}}}"] == 2
     assert said[f"dcp_tiered_pending_checkpoints{{{run}}}"] == 0
+
+
+@pytest.mark.slow
+def test_a_killed_flusher_is_replaced_while_the_trainer_trains(s3_run: Run) -> None:
+    """Nothing calls the writer after the save."""
+    assert s3_run.server is not None
+    with FaultProxy(s3_run.server.endpoint) as proxy:
+        proxy.add("stall", "PUT", "/packs/")
+        arguments = runs.behind(s3_run, proxy.endpoint)
+        with TieredWriter(**arguments) as writer:
+            dcp.save(runs.state_of(1), checkpoint_id="a", storage_writer=writer)
+            await_that("a pack on its way", lambda: proxy.requests("PUT", "/packs/"))
+            (pid,) = flusher_pids(s3_run.local)
+            os.kill(pid, signal.SIGKILL)
+            await_that("the commit", lambda: s3_run.commits("a"))
+            (other,) = flusher_pids(s3_run.local)
+            assert other != pid
+            # One that ends by itself is not missed.
+            os.kill(other, signal.SIGTERM)
+            await_that("the end of the flusher", lambda: not flusher_pids(s3_run.local))
+            lock = FlusherLock(s3_run.run_path())
+            await_that("the lock", lambda: lock.holder() is None)
+            assert not lock.was_killed()
