@@ -189,9 +189,10 @@ def test_secrets_never_reach_the_disk_or_the_process_table(s3_run: Run) -> None:
 @pytest.mark.slow
 def test_a_flusher_leaves_its_metrics(s3_run: Run) -> None:
     """What it says that it sent is what the store has."""
+    arguments = runs.with_limits(s3_run.arguments(), idle_exit_s=60.0)
     for number, name in enumerate("ab"):
-        runs.save(s3_run.arguments(), name, number)
-        runs.wait(s3_run.arguments(), name)
+        runs.save(arguments, name, number)
+        runs.wait(arguments, name)
     (pid,) = flusher_pids(s3_run.local)
     os.kill(pid, signal.SIGTERM)
     await_that("the end of the flusher", lambda: not flusher_pids(s3_run.local))
@@ -215,7 +216,7 @@ def test_a_killed_flusher_is_replaced_while_the_trainer_trains(s3_run: Run) -> N
     assert s3_run.server is not None
     with FaultProxy(s3_run.server.endpoint) as proxy:
         proxy.add("stall", "PUT", "/packs/")
-        arguments = runs.behind(s3_run, proxy.endpoint)
+        arguments = runs.with_limits(runs.behind(s3_run, proxy.endpoint), idle_exit_s=60.0)
         with TieredWriter(**arguments) as writer:
             dcp.save(runs.state_of(1), checkpoint_id="a", storage_writer=writer)
             await_that("a pack on its way", lambda: proxy.requests("PUT", "/packs/"))
