@@ -23,7 +23,7 @@ _CREDENTIALS = re.compile(r"://[^/]*@|[^/]:[^/]*@")
 _SECRET_QUERY = ("?", "#")
 _EXAMPLE = "such as 'tiered::s3://bucket/run42'"
 
-ON_FULL = ("block", "fail")
+ON_FULL = ("block", "fail", "supersede")
 ENGINES = ("auto", "direct", "buffered", "gds", "kvikio")
 FILE_PROTOCOLS = ("file", "local")
 S3_PROTOCOLS = ("s3", "s3a")

@@ -9,6 +9,8 @@ Durable tier, below the run root, and local tier, below the run directory:
     <checkpoint id>/<rank>-<token>.shard           local
     <checkpoint id>/published-<n>.json             local
     <checkpoint id>/asked-<rank>                   local
+    <checkpoint id>/superseded-<attempt>.json      local
+    <checkpoint id>/keep                           local
     run.json, node.json                            local
 
 A name that was read from storage counts only after it has passed the patterns below.
@@ -26,7 +28,9 @@ LOCK_FILE = "flusher.lock"
 LOG_FILE = "flusher.log"
 STATUS_FILE = "flusher-status.json"
 TAKEOVER_FILE = "flusher.takeover"
-_RESERVED = (RUN_FILE, NODE_FILE, LOCK_FILE, LOG_FILE, STATUS_FILE, TAKEOVER_FILE)
+WANTED_FILE = "flusher.wanted"
+KEEP_NAME = "keep"
+_RESERVED = (RUN_FILE, NODE_FILE, LOCK_FILE, LOG_FILE, STATUS_FILE, TAKEOVER_FILE, WANTED_FILE)
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -36,6 +40,7 @@ _SHARD = re.compile(r"(0|[1-9][0-9]{0,6})-([0-9a-f]{16})\.shard")
 _MANIFEST = re.compile(r"manifest-([0-9a-f]{16})\.json")
 _PACK = re.compile(r"packs/([0-9a-f]{12})-([0-9a-f]{16})\.pack")
 _PUBLISHED = re.compile(r"published-([1-9][0-9]{0,8})\.json")
+_SUPERSEDED = re.compile(r"superseded-([0-9a-f]{16})\.json")
 _RECORD = re.compile(r"record-([1-9][0-9]{0,8})\.json")
 _LAST_INTEGER = re.compile(r"([0-9]{1,18})(?!.*[0-9])")
 
@@ -112,6 +117,17 @@ def published_number(name: str) -> int | None:
 def asked_name(rank: int) -> str:
     """Return the name of the note that says when a rank last began to replace a checkpoint."""
     return f"asked-{rank}"
+
+
+def superseded_name(attempt: str) -> str:
+    """Return the name of the note that gives up the flush of an attempt."""
+    return _checked(_SUPERSEDED, f"superseded-{attempt}.json")
+
+
+def superseded_attempt(name: str) -> str | None:
+    """Return the attempt in the name of such a note, None when it is not such a name."""
+    match = _SUPERSEDED.fullmatch(name)
+    return match.group(1) if match else None
 
 
 def record_name(number: int) -> str:

@@ -26,7 +26,7 @@ from dcp_tiered.errors import (
 from dcp_tiered.format import layout
 from dcp_tiered.format.records import Commit
 from dcp_tiered.interfaces import LocalTier
-from dcp_tiered.services import identity
+from dcp_tiered.services import identity, superseded_notes, superseding
 from dcp_tiered.services.catalog import Catalog, replace
 from dcp_tiered.services.identity import ProcessIdentity
 from dcp_tiered.services.lock import FlusherLock
@@ -67,7 +67,8 @@ class CheckpointStatus:
     level: str
     """`staged` (shard files, no manifest known here), `local` or `durable`, as `wait` means it."""
     state: str
-    """`saving`, `local`, `durable`, or what the flusher reports: what keeps it from the next."""
+    """`saving`, `local`, `durable`, `superseded`, or what the flusher reports: what keeps it from
+    the next."""
     step: int | None
     bytes_stored: int
     bytes_uploaded: int
@@ -211,6 +212,8 @@ def _line(
     state, uploaded = "local", 0
     if report is not None and report.state != "waiting":
         state, uploaded = report.state, report.bytes_done
+    if note := superseding.superseded(catalog, checkpoint_id):
+        state, error = "superseded", superseded_notes.error_of(checkpoint_id, note.reason)
     return head.sequence, CheckpointStatus(
         checkpoint_id=checkpoint_id,
         level="local",
@@ -277,6 +280,7 @@ def wait(  # noqa: PLR0913 - the writer's one caller names them all
         CorruptError: A shard file on this node is damaged, so this save cannot become durable.
         InvalidError: The flusher cannot succeed before something is fixed.
         ResidencyError: The residency policy does not allow the durable tier.
+        SupersededError: Its flush was given up.
         UnavailableError: The time is over; the last error of the flusher is in the message.
     """
     begun, deadline, ask_at = time.time(), time.monotonic() + timeout_s, 0.0
@@ -288,6 +292,8 @@ def wait(  # noqa: PLR0913 - the writer's one caller names them all
             keep_flusher()  # on other nodes than the coordinator's it brings the manifest
         elif _is_durable(catalog, local, checkpoint_id, rank, launch, since):
             return
+        elif given_up := _superseded(catalog, local, checkpoint_id, rank, since):
+            raise given_up
         elif _has_work(catalog, checkpoint_id):
             keep_flusher()
         elif time.monotonic() >= ask_at:
@@ -353,6 +359,19 @@ def _is_durable(
             and published.head.attempt == commit.attempt
         )
     return published is None or published.head.attempt == commit.attempt
+
+
+def _superseded(
+    catalog: Catalog, local: LocalTier, checkpoint_id: str, rank: int, since: int
+) -> TieredError | None:
+    """Return the error for a save whose flush was given up, None for any other."""
+    note = superseding.superseded(catalog, checkpoint_id)
+    if note is None or note.sequence < since:
+        return None
+    mine = _newest_shard(catalog, local, checkpoint_id, rank)
+    if mine is not None and mine not in note.shards:
+        return None  # a newer save goes on
+    return superseded_notes.error_of(checkpoint_id, note.reason)
 
 
 def _is_local(
