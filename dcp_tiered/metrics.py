@@ -55,6 +55,9 @@ HELD_RESIDENCY = Metric(
     "dcp_tiered_held_residency_checkpoints",
     "Checkpoints that the residency policy keeps on this node",
 )
+LATE = Metric(
+    "dcp_tiered_late_checkpoints", "Checkpoints that are not durable after `flush_deadline_s`"
+)
 UPLOAD_BYTES = Metric("dcp_tiered_upload_bytes_total", "Bytes of packs sent, repeated ones too")
 PACING = Metric(
     "dcp_tiered_pacing_seconds_total", "Time that uploads waited because of `bytes_per_second_max`"

@@ -378,8 +378,9 @@ class TieredWriter(StorageWriter, AsyncStager):
         yield metrics.WRITE, {}, self._written_s
         yield metrics.WRITE_BYTES, {}, self._written_bytes
         yield from self._space.samples()
-        held = progress.held_by_residency(self._stack.need_local().root)
-        yield metrics.HELD_RESIDENCY, {}, held
+        path = self._stack.need_local().root
+        yield metrics.HELD_RESIDENCY, {}, progress.held_by_residency(path)
+        yield metrics.LATE, {}, progress.late(path)
         yield from self._arena.samples("write")
 
     def metrics(self) -> dict[str, float]:

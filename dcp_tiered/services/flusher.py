@@ -71,6 +71,8 @@ class _Open:
     """What is on the durable tier once all of this node's packs are; None before."""
     settled: bool = False
     """Durable, or given up for good: not looked at again."""
+    overdue: bool = False
+    """Not durable after `flush_deadline_s`."""
     late: bool = False
     """Waits for other nodes for too long already: tried on, but no reason to stay for."""
 
@@ -144,6 +146,7 @@ class Flusher:
         """
         fencing = self._superseding.step()
         work = ranked(self._work())
+        self._tell_overdue(work)
         wanted = self._space.is_wanted()
         for checkpoint_id in work:
             if self._stop():
@@ -157,6 +160,20 @@ class Flusher:
         waiting = self._unpublished.step()
         self._space.trim()
         return fencing or waiting or any(self._open[name].keeps_us() for name in work)
+
+    def _tell_overdue(self, work: list[str]) -> None:
+        """Say once of each checkpoint that it should have been durable by now."""
+        deadline_s = self._limits.flush_deadline_s
+        for checkpoint_id in work if deadline_s is not None else ():
+            state = self._open[checkpoint_id]
+            if not state.overdue and time.time() - state.sequence / 1e9 > (deadline_s or 0):
+                state.overdue = True
+                self._report(checkpoint_id, state, "waiting")
+                _log.error(
+                    "late: %s is not durable %g s after it was published; trying on",
+                    checkpoint_id,
+                    deadline_s,
+                )
 
     def has_work(self) -> bool:
         """Tell whether something on this node is not durable yet, without asking the store."""
@@ -328,6 +345,7 @@ class Flusher:
                 tries=state.tries,
                 at=state.failed_at,
                 error=describe_error(state.error) if state.error else None,
+                late=state.overdue,
             )
         )
 

@@ -34,6 +34,8 @@ from dcp_tiered.services.lock import FlusherLock
 _PERMANENT = (ConflictError, InvalidError, ResidencyError)
 _FINAL = ("conflict", "damaged")
 """States that no credentials and no waiting can change."""
+_TRIED_ON = ("local", "uploading", "failed", "incomplete")
+"""States that say less than `late`."""
 _ASK_S = 1.0
 """How often `wait` asks the store itself, where nothing on this node could tell."""
 _SKEW_NS = 1_000_000_000
@@ -57,6 +59,8 @@ class Report:
     """Wall clock at which the try that met `error` began, seconds."""
     error: dict[str, Any] | None = None
     """Class name and fields of the error of the last try."""
+    late: bool = False
+    """It is not durable after `flush_deadline_s`, and is tried on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +71,8 @@ class CheckpointStatus:
     level: str
     """`staged` (shard files, no manifest known here), `local` or `durable`, as `wait` means it."""
     state: str
-    """`saving`, `local`, `durable`, `superseded`, or what the flusher reports: what keeps it from
-    the next."""
+    """`saving`, `local`, `durable`, `superseded`, `late`, or what the flusher reports: what keeps
+    it from the next."""
     step: int | None
     bytes_stored: int
     bytes_uploaded: int
@@ -134,6 +138,11 @@ def held_by_residency(run_path: Path) -> int:
     """Return how many checkpoints of a run its residency policy keeps on this node."""
     reports = read_reports(run_path).values()
     return sum(report.state == "held_residency" for report in reports)
+
+
+def late(run_path: Path) -> int:
+    """Return how many checkpoints of a run are not durable after `flush_deadline_s`."""
+    return sum(report.late for report in read_reports(run_path).values())
 
 
 def describe_error(error: TieredError) -> dict[str, Any]:
@@ -212,6 +221,8 @@ def _line(
     state, uploaded = "local", 0
     if report is not None and report.state != "waiting":
         state, uploaded = report.state, report.bytes_done
+    if report is not None and report.late and state in _TRIED_ON:
+        state = "late"
     if note := superseding.superseded(catalog, checkpoint_id):
         state, error = "superseded", superseded_notes.error_of(checkpoint_id, note.reason)
     return head.sequence, CheckpointStatus(

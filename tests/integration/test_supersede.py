@@ -165,7 +165,8 @@ def test_what_is_kept_is_flushed_and_stays(posix_run: Run) -> None:
         with runs.no_flusher(posix_run):
             dcp.save(runs.state_of(0), checkpoint_id="a", storage_writer=writer)
             writer.keep("a")
-            writer.keep("a")
+            assert main(["keep", str(posix_run.local), "a"]) == 0
+            assert main(["keep", str(posix_run.local), "z"]) == 7
             for number, name in enumerate("bcde", 1):
                 dcp.save(runs.state_of(number), checkpoint_id=name, storage_writer=writer)
             assert sorted(notes(local)) == ["b", "c"]
