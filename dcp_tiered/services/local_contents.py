@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from dcp_tiered.errors import TieredError, from_os_error
 from dcp_tiered.format import layout
+from dcp_tiered.format.records import Commit
 from dcp_tiered.format.shardfile import PAGE_BYTES, decode_header
 from dcp_tiered.format.superseded import Superseded
 from dcp_tiered.interfaces import LocalTier
@@ -116,7 +117,7 @@ class LocalContents:
         published = self._catalog.published(checkpoint_id)
         commit = self._catalog.noted(checkpoint_id)
         placed = self._catalog.noted_shards(checkpoint_id)
-        ended = self._ended(checkpoint_id, published)
+        ended = self._ended(checkpoint_id, published, commit)
         attempt, sequence, durable, waits = "", 0, commit is not None, None
         named = placed | ended.shards
         if published is not None:
@@ -150,16 +151,20 @@ class LocalContents:
             keep=layout.KEEP_NAME in files,
         )
 
-    def _ended(self, checkpoint_id: str, published: Published | None) -> "_Ended":
+    def _ended(
+        self, checkpoint_id: str, published: Published | None, commit: Commit | None
+    ) -> "_Ended":
+        """Return what was given up of an id, by notes and by copies of fences."""
         ended = _Ended()
         for note in superseded_notes.read(self._local, checkpoint_id):
             dead = note.alone or self._catalog.is_noted_dead(checkpoint_id, note.attempt)
             ended.add(note.attempt, set(note.shards), dead=dead)
             ended.last = note
-        if published is not None:
-            head = published.head
-            if self._catalog.is_noted_dead(checkpoint_id, head.attempt):
-                ended.add(head.attempt, {shard.name for shard in head.shards}, dead=True)
+        if published is None or (commit is not None and commit.attempt == published.head.attempt):
+            return ended
+        head = published.head
+        if self._catalog.is_noted_dead(checkpoint_id, head.attempt):
+            ended.add(head.attempt, {shard.name for shard in head.shards}, dead=True)
         return ended
 
     def _strays(
