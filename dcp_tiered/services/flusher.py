@@ -221,7 +221,7 @@ class Flusher:
                 attempt=head.attempt,
                 sequence=head.sequence,
                 since=time.monotonic(),
-                settled=self._is_noted(published),
+                settled=self._is_noted(published) or self._is_given_up(head),
             )
 
     def _is_noted(self, published: Published) -> bool:
@@ -289,13 +289,16 @@ class Flusher:
         self._reports.drop(checkpoint_id)
         _log.warning("superseded: %s, attempt %s: %s", checkpoint_id, state.attempt, error)
 
+    def _is_given_up(self, head: Head) -> bool:
+        return superseded_notes.is_given_up(self._local, head.checkpoint_id, head.attempt)
+
     def _check_wanted(self, head: Head) -> None:
         """Pass unless the flush of an attempt was given up since it began.
 
         Raises:
             SupersededError: It was.
         """
-        if superseded_notes.is_given_up(self._local, head.checkpoint_id, head.attempt):
+        if self._is_given_up(head):
             raise superseded_notes.error_of(head.checkpoint_id, "newer ones need the room")
 
     def _retry_few(self, checkpoint_id: str, state: _Open, error: TieredError, what: str) -> None:

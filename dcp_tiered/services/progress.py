@@ -223,8 +223,9 @@ def _line(
         state, uploaded = report.state, report.bytes_done
     if report is not None and report.late and state in _TRIED_ON:
         state = "late"
+    text = str(error) if error else None
     if note := superseding.superseded(catalog, checkpoint_id):
-        state, error = "superseded", superseded_notes.error_of(checkpoint_id, note.reason)
+        state, text = "superseded", f"the flush was given up: {note.reason}"
     return head.sequence, CheckpointStatus(
         checkpoint_id=checkpoint_id,
         level="local",
@@ -232,7 +233,7 @@ def _line(
         step=head.step,
         bytes_stored=head.bytes_stored(),
         bytes_uploaded=uploaded,
-        error=str(error) if error else None,
+        error=text,
     )
 
 
