@@ -23,7 +23,7 @@ _CREDENTIALS = re.compile(r"://[^/]*@|[^/]:[^/]*@")
 _SECRET_QUERY = ("?", "#")
 _EXAMPLE = "such as 'tiered::s3://bucket/run42'"
 
-ON_FULL = ("block", "fail")
+ON_FULL = ("block", "fail", "supersede")
 ON_LOCAL_FULL = ("fail", "write_through")
 ENGINES = ("auto", "direct", "buffered", "gds", "kvikio")
 FILE_PROTOCOLS = ("file", "local")
@@ -32,6 +32,8 @@ _INFLIGHT_BYTES_MIN = 16 << 20
 """A reader has one buffer of a little more than half of that at least."""
 _PACE_BYTES_MIN = 1 << 20
 """Slower, a store would take a paced request for a broken one."""
+_NO_BOUND = ("local_bytes_max", "bytes_per_second_max", "flush_deadline_s")
+"""Limits that may be None."""
 _PUBLIC_OPTIONS = ("anon", "endpoint_url", "profile", "use_ssl")
 _PUBLIC_CLIENT_OPTIONS = ("endpoint_url", "region_name", "use_ssl")
 
@@ -62,6 +64,8 @@ class Limits:
     """How long one request is tried again before the error is reported."""
     flush_retry_s_max: float = 30.0
     """Longest pause between two tries to flush a checkpoint while its store fails."""
+    flush_deadline_s: float | None = None
+    """After this time without a commit status says `late`; the flusher goes on. None: never."""
     linger_s: float = 10.0
     """How long shard files of a checkpoint that this node did not publish wait for others."""
     idle_exit_s: float = 30.0
@@ -378,9 +382,10 @@ def _checked(limits: Limits) -> Limits:
     least = {"pending_checkpoints_max": 1, "local_bytes_max": 1, "local_reserve_bytes": 0}
     least |= {"inflight_bytes_max": _INFLIGHT_BYTES_MIN}
     least |= {"connections_max": 1, "bytes_per_second_max": _PACE_BYTES_MIN, "term_grace_s": 0}
+    least |= {"flush_deadline_s": 0}
     for name, value in {**least, "backpressure_wait_s": 0}.items():
         given = getattr(limits, name)
-        if given is None and name in ("local_bytes_max", "bytes_per_second_max"):
+        if given is None and name in _NO_BOUND:
             continue
         if not isinstance(given, int | float) or not given >= value:
             raise InvalidError(f"limit {name} is {given!r} where at least {value} is needed")

@@ -11,6 +11,7 @@
     │   └── AlreadyExistsError    a create-only object is there already
     ├── ResidencyError        not allowed in that place
     └── BackpressureError     a bounded queue is full
+        └── SupersededError       its flush was given up for newer ones: wait for one of those
 
 Errors cross ranks by pickle, so they hold plain data and are built from positional arguments only.
 """
@@ -28,6 +29,7 @@ __all__ = [
     "InvalidError",
     "NoCheckpointError",
     "ResidencyError",
+    "SupersededError",
     "TieredError",
     "UnavailableError",
     "cause",
@@ -112,6 +114,10 @@ class ResidencyError(TieredError):
 
 class BackpressureError(TieredError):
     """Report a bounded queue that stayed full for longer than its limit."""
+
+
+class SupersededError(BackpressureError):
+    """Report a checkpoint that will not be durable: its flush was given up for newer ones."""
 
 
 def cause(exc: BaseException | None) -> TieredError | None:

@@ -47,8 +47,13 @@ BACKPRESSURE = Metric(
 BACKPRESSURE_WAITS = Metric(
     "dcp_tiered_backpressure_waits_total", "How often a save had to wait for room on this node"
 )
+SUPERSEDED = Metric(
+    "dcp_tiered_superseded_checkpoints_total",
+    "Checkpoints whose flush this process gave up, so that a save had room",
+)
 EVICTED_BYTES = Metric(
-    "dcp_tiered_evicted_bytes_total", "Bytes of durable checkpoints removed from this node"
+    "dcp_tiered_evicted_bytes_total",
+    "Bytes of durable and of superseded checkpoints removed from this node",
 )
 LOCAL_BYTES = Metric(
     "dcp_tiered_local_bytes", "What the run takes on this node, when that was last looked at"
@@ -71,6 +76,9 @@ PENDING = Metric(
 )
 PENDING_AGE = Metric(
     "dcp_tiered_pending_seconds_max", "How long the flusher knows of the oldest of them"
+)
+LATE = Metric(
+    "dcp_tiered_late_checkpoints", "Checkpoints that are not durable after `flush_deadline_s`"
 )
 UPLOAD_BYTES = Metric("dcp_tiered_upload_bytes_total", "Bytes of packs sent, repeated ones too")
 PACING = Metric(

@@ -7,16 +7,13 @@ missing and publishes the manifest. No network is touched but for one bounded qu
 """
 
 import copy
-import errno
 import logging
 import os
 import secrets
-import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
@@ -40,7 +37,6 @@ from dcp_tiered.engines.staging import StagingArena
 from dcp_tiered.errors import (
     InvalidError,
     TieredError,
-    from_os_error,
 )
 from dcp_tiered.format import layout
 from dcp_tiered.format.manifest import Head, Manifest, ShardRef
@@ -50,8 +46,8 @@ from dcp_tiered.format.shardfile import DTYPES, Header
 from dcp_tiered.metrics import Sample
 from dcp_tiered.policy import completeness
 from dcp_tiered.save_shard import ShardResult, ShardWriter
-from dcp_tiered.services import identity, progress
-from dcp_tiered.services.catalog import Catalog, newest, taken
+from dcp_tiered.services import identity, progress, run_directory
+from dcp_tiered.services.catalog import Catalog, Published, newest, taken
 from dcp_tiered.services.local_space import LocalSpace
 from dcp_tiered.services.progress import CheckpointStatus
 from dcp_tiered.version import __version__
@@ -104,7 +100,8 @@ class TieredWriter(StorageWriter, AsyncStager):
         engine: What writes to the local tier: `auto` (default), or `direct` (O_DIRECT) or
             `buffered`, which then has to work there.
         on_full: What a save does when too much waits for the flusher or the local tier is full of
-            it: `block` (default) waits up to `backpressure_wait_s`, `fail` raises at once.
+            it: `block` (default) waits up to `backpressure_wait_s`, `fail` raises at once,
+            `supersede` gives up the flush of older checkpoints, see docs/operations.md.
         on_local_full: What a save does when the disk is full and nothing on it may be evicted:
             `fail` (default), or `write_through`, which uploads this rank's part before the save
             ends. Such a checkpoint can be loaded once it is durable.
@@ -245,7 +242,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         """Refuse on this rank what could not be written, before a byte is."""
         save = self._current()
         local = self._stack.need_local()
-        _check_writable(local.base)
+        run_directory.check_writable(local.base)
         save.node = self._stack.node()
         for item in plan.items:
             tensors.check_item(item, DTYPES)
@@ -253,7 +250,12 @@ class TieredWriter(StorageWriter, AsyncStager):
             progress.note_asked(local, save.checkpoint_id, save.rank)
         if plan.items:  # the plan of an unchanged state may be cached by DCP, and comes empty
             self._planned_bytes = save_items.bytes_of(plan.items)
-        if not save.is_coordinator and config.launch_environment()[0] in (None, 0):
+        if save.is_coordinator:
+            if self._settings.on_full == "supersede":
+                # The ranks of other nodes wait here for what this one gives up.
+                self._refuse_published(save)
+                self._make_room(save)
+        elif config.launch_environment()[0] in (None, 0):
             self._make_room(save)
         return plan
 
@@ -261,11 +263,9 @@ class TieredWriter(StorageWriter, AsyncStager):
         """Decide, for all ranks, whether this id may be saved."""
         save = self._current()
         catalog = self._stack.catalog
-        published = catalog.published(save.checkpoint_id)
+        published = self._refuse_published(save)
         supersedes: set[str] = set()
         if published is not None:
-            if not self._overwrite and self._is_running(published.head.launch):
-                raise taken(save.checkpoint_id, "local", "published", published.head.attempt)
             supersedes |= {published.head.attempt, *published.head.supersedes}
         noted = catalog.noted(save.checkpoint_id)
         state, last = self._ask_durable(save.checkpoint_id)
@@ -275,8 +275,9 @@ class TieredWriter(StorageWriter, AsyncStager):
                     raise taken(save.checkpoint_id, "durable", "committed", commit.attempt)
                 supersedes.add(commit.attempt)
         save.supersedes = tuple(sorted(supersedes))
-        self._last_sequence = max(self._last_sequence, last, self._newest_local())
-        self._make_room(save)
+        self._last_sequence = max(self._last_sequence, last, catalog.last_sequence())
+        if self._settings.on_full != "supersede":
+            self._make_room(save)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -361,8 +362,9 @@ class TieredWriter(StorageWriter, AsyncStager):
         yield metrics.WRITE, {}, self._written_s
         yield metrics.WRITE_BYTES, {}, self._written_bytes
         yield from self._space.samples()
-        held = progress.held_by_residency(self._stack.need_local().root)
-        yield metrics.HELD_RESIDENCY, {}, held
+        path = self._stack.need_local().root
+        yield metrics.HELD_RESIDENCY, {}, progress.held_by_residency(path)
+        yield metrics.LATE, {}, progress.late(path)
         yield from self._shards.samples()
 
     def metrics(self) -> dict[str, float]:
@@ -381,6 +383,7 @@ class TieredWriter(StorageWriter, AsyncStager):
             ConflictError: Another job committed this id first.
             InvalidError: The durable tier refuses: a wrong bucket or key, say.
             ResidencyError: The residency policy does not allow the durable tier.
+            SupersededError: Its flush was given up for newer ones (`on_full="supersede"`).
             UnavailableError: The time is over; the message holds what the flusher last met.
         """
         if level not in _LEVELS:
@@ -408,6 +411,17 @@ class TieredWriter(StorageWriter, AsyncStager):
         """Return how far each checkpoint on this node is, oldest first."""
         return progress.status(self._stack.catalog, self._stack.need_local())
 
+    def keep(self, checkpoint_id: str) -> None:
+        """Spare a checkpoint: it is flushed whatever waits, and its copy here is not evicted.
+
+        Call it after its save, on a rank of each node. The mark is a file `keep` beside the copy.
+
+        Raises:
+            AbsentError: Nothing of it is on this node.
+            SupersededError: Its flush was given up before.
+        """
+        self._space.keep(layout.check_checkpoint_id(checkpoint_id))
+
     def close(self) -> None:
         """Give connections and buffers back. The flusher goes on by itself."""
         self._staging.close()
@@ -422,9 +436,18 @@ class TieredWriter(StorageWriter, AsyncStager):
 
     # How.
 
-    def _is_running(self, launch: str) -> bool:
-        """Tell whether the job that published something lives: then it is no crash's leftover."""
-        return launch == self._launch or identity.is_running(launch)
+    def _refuse_published(self, save: _Save) -> Published | None:
+        """Return what a crash, or a save that is to be replaced, left on this node under the id.
+
+        Raises:
+            ConflictError: A job that is alive published it.
+        """
+        published = self._stack.catalog.published(save.checkpoint_id)
+        if published is not None and not self._overwrite:
+            launch = published.head.launch
+            if launch == self._launch or identity.is_running(launch):
+                raise taken(save.checkpoint_id, "local", "published", published.head.attempt)
+        return published
 
     def _current(self) -> _Save:
         save = self._thread.save
@@ -438,18 +461,6 @@ class TieredWriter(StorageWriter, AsyncStager):
             self._stack.keep_flusher()
         except TieredError as exc:
             _log.error("the checkpoint is local and nobody uploads it: %s", exc)
-
-    def _newest_local(self) -> int:
-        """Return the greatest sequence on this node; a damaged manifest does not stop a save."""
-        catalog, last = self._stack.catalog, 0
-        for checkpoint_id in catalog.local_ids():
-            try:
-                published = catalog.published(checkpoint_id)
-            except TieredError as exc:
-                _log.warning("ignoring a damaged local checkpoint: %s", exc)
-                continue
-            last = max(last, published.head.sequence if published else 0)
-        return last
 
     def _ask_durable(self, checkpoint_id: str) -> tuple[Commit | None, int]:
         """Return the id's commit and, on the first save, the greatest sequence of the run.
@@ -516,21 +527,6 @@ class TieredWriter(StorageWriter, AsyncStager):
         if save.world_size > 1:
             needed = self._space.expected_bytes(needed * local_world)
         self._space.admit(save.checkpoint_id, needed, self._settings.on_full, self._keep_flusher)
-
-
-def _check_writable(base: Path) -> None:
-    """Refuse a local tier that is missing, unreachable, or not ours to write to."""
-    doing, code = "save to the local tier", 0
-    try:
-        mode = base.stat().st_mode
-    except OSError as exc:
-        raise from_os_error(exc, "local", str(base), doing) from exc
-    if not stat.S_ISDIR(mode):
-        code = errno.ENOTDIR
-    elif not os.access(base, os.W_OK | os.X_OK, effective_ids=True):
-        code = errno.EACCES
-    if code:
-        raise from_os_error(OSError(code, os.strerror(code)), "local", str(base), doing)
 
 
 def _rank_and_world() -> tuple[int, int]:

@@ -4,12 +4,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from dcp_tiered.cli import doctor, drain, flush, inspect, ls, residency, status
+from dcp_tiered.cli import doctor, drain, flush, inspect, keep, ls, residency, status
 from dcp_tiered.cli.common import exit_code
 from dcp_tiered.errors import TieredError
 from dcp_tiered.version import __version__
 
-_COMMANDS = (ls, inspect, status, flush, drain, doctor, residency)
+_COMMANDS = (ls, inspect, status, flush, drain, keep, doctor, residency)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

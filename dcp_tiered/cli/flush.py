@@ -50,7 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
         for checkpoint_id, error in sorted(failures.items()):
             print(f"dcp-tiered: {checkpoint_id}: {error}", file=sys.stderr)
             code = code or common.exit_code(error)
-        print(f"{order.url}: {'all durable' if not failures else f'{len(failures)} not durable'}")
+        given_up = len(local_runs.superseded(tier))
+        but = f", but {given_up} superseded" if given_up else ""
+        print(f"{order.url}: {f'{len(failures)} not' if failures else 'all'} durable{but}")
     return code
 
 

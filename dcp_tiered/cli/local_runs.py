@@ -46,9 +46,18 @@ def orders(arguments: argparse.Namespace) -> Iterator[tuple[PosixTier, Order | N
 
 
 def open_lines(tier: PosixTier) -> list[CheckpointStatus]:
-    """Return what is on this node and not durable; a save that was never published is not meant."""
+    """Return what is on this node and to become durable.
+
+    Neither a save that was never published is meant nor one whose flush was given up.
+    """
     lines = progress.status(Catalog(tier, None), tier)
-    return [line for line in lines if line.state not in ("durable", "saving")]
+    return [line for line in lines if line.state not in ("durable", "saving", "superseded")]
+
+
+def superseded(tier: PosixTier) -> dict[str, CheckpointStatus]:
+    """Return what is on this node and was given up, by id."""
+    lines = progress.status(Catalog(tier, None), tier)
+    return {line.checkpoint_id: line for line in lines if line.state == "superseded"}
 
 
 def open_states(tier: PosixTier) -> dict[str, TieredError]:

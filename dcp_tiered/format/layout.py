@@ -9,6 +9,8 @@ Durable tier, below the run root, and local tier, below the run directory:
     <checkpoint id>/<rank>-<token>.shard           local
     <checkpoint id>/published-<n>.json             local
     <checkpoint id>/asked-<rank>                   local
+    <checkpoint id>/superseded-<attempt>.json      local
+    <checkpoint id>/keep                           local
     run.json, node.json                            local
 
 A name that was read from storage counts only after it has passed the patterns below.
@@ -27,6 +29,8 @@ LOG_FILE = "flusher.log"
 STATUS_FILE = "flusher-status.json"
 METRICS_FILE = "flusher-metrics.prom"
 TAKEOVER_FILE = "flusher.takeover"
+WANTED_FILE = "flusher.wanted"
+KEEP_NAME = "keep"
 _RESERVED = (
     RUN_FILE,
     NODE_FILE,
@@ -35,6 +39,7 @@ _RESERVED = (
     STATUS_FILE,
     METRICS_FILE,
     TAKEOVER_FILE,
+    WANTED_FILE,
 )
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
@@ -45,6 +50,7 @@ _SHARD = re.compile(r"(0|[1-9][0-9]{0,6})-([0-9a-f]{16})\.shard")
 _MANIFEST = re.compile(r"manifest-([0-9a-f]{16})\.json")
 _PACK = re.compile(r"packs/([0-9a-f]{12})-([0-9a-f]{16})\.pack")
 _PUBLISHED = re.compile(r"published-([1-9][0-9]{0,8})\.json")
+_SUPERSEDED = re.compile(r"superseded-([0-9a-f]{16})\.json")
 _RECORD = re.compile(r"record-([1-9][0-9]{0,8})\.json")
 _LAST_INTEGER = re.compile(r"([0-9]{1,18})(?!.*[0-9])")
 
@@ -121,6 +127,17 @@ def published_number(name: str) -> int | None:
 def asked_name(rank: int) -> str:
     """Return the name of the note that says when a rank last began to replace a checkpoint."""
     return f"asked-{rank}"
+
+
+def superseded_name(attempt: str) -> str:
+    """Return the name of the note that gives up the flush of an attempt."""
+    return _checked(_SUPERSEDED, f"superseded-{attempt}.json")
+
+
+def superseded_attempt(name: str) -> str | None:
+    """Return the attempt in the name of such a note, None when it is not such a name."""
+    match = _SUPERSEDED.fullmatch(name)
+    return match.group(1) if match else None
 
 
 def record_name(number: int) -> str:

@@ -108,7 +108,7 @@ def encode_record(record: Record, written_by: str) -> bytes:
     }
     if fields.get("residency") is None:
         fields.pop("residency", None)
-    data = canonical_json(fields | {"crc32c": crc32c(canonical_json(fields))})
+    data = with_sum(fields)
     with must_read_back("record"):
         if decode_record(data, record.checkpoint_id) != record:
             raise CorruptError("it is read as another one")
@@ -126,11 +126,7 @@ def decode_record(data: bytes, checkpoint_id: str) -> Record:
         CorruptError: It is not a record of that checkpoint.
         InvalidError: It needs a newer version.
     """
-    fields = parse_json(data)
-    if fields.get("format") != _FORMAT:
-        raise CorruptError("not a record: wrong format name")
-    check_features(fields.get("version"), fields.get("requires"), fields.get("written_by"))
-    _check_sum(fields)
+    fields = checked_sum(data, _FORMAT)
     kind = fields.get("kind")
     if kind == "commit":
         return _commit(fields, checkpoint_id)
@@ -158,14 +154,31 @@ def is_fenced(records: Iterable[Record], attempt: str) -> bool:
     return any(isinstance(record, Fence) and attempt in record.attempts for record in records)
 
 
-def _check_sum(fields: dict[str, Any]) -> None:
+def with_sum(fields: dict[str, Any]) -> bytes:
+    """Return plain data as JSON that tells when a disk has garbled it."""
+    return canonical_json(fields | {"crc32c": crc32c(canonical_json(fields))})
+
+
+def checked_sum(data: bytes, format_name: str) -> dict[str, Any]:
+    """Return what `with_sum` encoded, once format name, version and checksum are right.
+
+    Raises:
+        CorruptError: It is something else, or garbled.
+        InvalidError: It needs a newer version.
+    """
+    what = format_name.partition(" ")[2]
+    fields = parse_json(data)
+    if fields.get("format") != format_name:
+        raise CorruptError(f"not a {what}: wrong format name")
+    check_features(fields.get("version"), fields.get("requires"), fields.get("written_by"))
     stated = integer(fields, "crc32c", 0, CRC_MAX)
     try:
         summed = canonical_json({name: fields[name] for name in fields if name != "crc32c"})
     except InvalidError as exc:  # nested too deep to be written again
-        raise CorruptError("record is malformed") from exc
+        raise CorruptError(f"{what} is malformed") from exc
     if crc32c(summed) != stated:
-        raise CorruptError("record checksum mismatch")
+        raise CorruptError(f"{what} checksum mismatch")
+    return fields
 
 
 def _commit(fields: dict[str, Any], checkpoint_id: str) -> Commit:

@@ -20,6 +20,8 @@ from dcp_tiered.errors import (
     ConflictError,
     CorruptError,
     InvalidError,
+    SupersededError,
+    TieredError,
     from_os_error,
 )
 from dcp_tiered.format import layout
@@ -35,6 +37,7 @@ from dcp_tiered.format.records import (
     RECORD_BYTES_MAX,
     Commit,
     Expired,
+    Fence,
     Record,
     decode_record,
     encode_record,
@@ -42,6 +45,7 @@ from dcp_tiered.format.records import (
     state_of,
 )
 from dcp_tiered.interfaces import LocalTier, Tier
+from dcp_tiered.services import superseded_notes
 from dcp_tiered.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -93,6 +97,18 @@ class Catalog:
             return Published(number=number, head=head, data=data, sha256=sha256(data))
         return None
 
+    def last_sequence(self) -> int:
+        """Return the greatest sequence on this node; a damaged manifest does not stop a save."""
+        last = 0
+        for checkpoint_id in self.local_ids():
+            try:
+                published = self.published(checkpoint_id)
+            except TieredError as exc:
+                _log.warning("ignoring a damaged local checkpoint: %s", exc)
+                continue
+            last = max(last, published.head.sequence if published else 0)
+        return last
+
     def published_shards(self, checkpoint_id: str) -> set[str]:
         """Return the shard files that any manifest published on this node names, old ones too.
 
@@ -142,7 +158,7 @@ class Catalog:
         return sorted(name for name in names if layout.shard_rank(name) is not None)
 
     def unnamed(self, checkpoint_id: str) -> frozenset[str]:
-        """Return the shard files that no manifest and no commit known on this node names.
+        """Return the shard files that no manifest, commit or note known on this node names.
 
         A manifest alone does not answer for the whole directory: the coordinator may have been on
         this node for an older save of the id and be on another one now.
@@ -151,6 +167,8 @@ class Catalog:
         if not sealed:
             return sealed
         sealed -= self.noted_shards(checkpoint_id)
+        for note in superseded_notes.read(self.local, checkpoint_id):
+            sealed -= set(note.shards)
         return sealed - self.published_shards(checkpoint_id) if sealed else sealed
 
     def publish(self, manifest: Manifest) -> Published:
@@ -234,14 +252,21 @@ class Catalog:
         commits = [record for record in copies if isinstance(record, Commit)]
         return {place.shard for commit in commits for place in commit.placements}
 
-    def note(self, commit: Commit, number: int) -> None:
-        """Keep a copy of a commit that was read back from the durable tier on this node.
+    def is_noted_dead(self, checkpoint_id: str, attempt: str) -> bool:
+        """Tell whether this node has a copy of a record that declares an attempt dead."""
+        try:
+            return is_fenced(self._copies(checkpoint_id).values(), attempt)
+        except (CorruptError, InvalidError):
+            return False
+
+    def note(self, record: Record, number: int) -> None:
+        """Keep a copy of a record that was read back from the durable tier on this node.
 
         A copy that says something else is replaced: it is damaged, or of a store that was wiped.
         """
         local = self._need_local()
-        key = layout.key(commit.checkpoint_id, layout.record_name(number))
-        data = encode_record(commit, __version__)
+        key = layout.key(record.checkpoint_id, layout.record_name(number))
+        data = encode_record(record, __version__)
         try:
             local.put(key, data)
         except AlreadyExistsError:
@@ -346,7 +371,8 @@ class Catalog:
             The number of the highest record, and this attempt's own commit if it is there already.
 
         Raises:
-            ConflictError: Another attempt is committed, or this one was declared dead.
+            ConflictError: Another attempt is committed.
+            SupersededError: This attempt was declared dead.
         """
         records = self.records(head.checkpoint_id) if log is None else log
         highest, state = state_of(records)
@@ -356,7 +382,7 @@ class Catalog:
             if state.attempt not in head.supersedes:
                 raise taken(head.checkpoint_id, "durable", "committed", state.attempt)
         if is_fenced(records.values(), head.attempt):
-            raise ConflictError(
+            raise SupersededError(
                 f"attempt {head.attempt} was declared dead before it was complete",
                 "durable",
                 head.checkpoint_id,
@@ -387,9 +413,34 @@ class Catalog:
                 durable.put(key, encode_record(commit, __version__))
             except AlreadyExistsError:
                 continue
-        raise ConflictError(
-            "others keep appending records to this id", "durable", head.checkpoint_id
-        )
+        raise _too_many_rivals(head.checkpoint_id)
+
+    def fence(self, checkpoint_id: str, attempt: str, prepare: Callable[[], None]) -> Commit | None:
+        """Declare an attempt dead, keep a copy of the record, and return its commit if it has one.
+
+        Whichever record was there first counts: what is committed stays so.
+
+        Args:
+            checkpoint_id: The id.
+            attempt: The attempt that is to be dead.
+            prepare: Called before a fence is put.
+        """
+        durable = self._need_durable()
+        fence = Fence(checkpoint_id=checkpoint_id, attempts=(attempt,))
+        for _ in range(_APPEND_TRIES_MAX):
+            log = self.records(checkpoint_id)
+            for number, record in sorted(log.items()):
+                if isinstance(record, Commit) and record.attempt == attempt:
+                    self.note(record, number)
+                    return record
+                if is_fenced([record], attempt):
+                    self.note(record, number)
+                    return None
+            prepare()
+            key = layout.key(checkpoint_id, layout.record_name(max(log, default=0) + 1))
+            with contextlib.suppress(AlreadyExistsError):
+                durable.put(key, encode_record(fence, __version__))
+        raise _too_many_rivals(checkpoint_id)
 
     def _numbers(
         self, tier: Tier | None, checkpoint_id: str, number_of: Callable[[str], int | None]
@@ -431,6 +482,10 @@ def _is_copy(local: LocalTier, key: str, data: bytes) -> bool:
         return local.get(key, RECORD_BYTES_MAX) == data
     except (AbsentError, CorruptError):
         return False
+
+
+def _too_many_rivals(checkpoint_id: str) -> ConflictError:
+    return ConflictError("others keep appending records to this id", "durable", checkpoint_id)
 
 
 def taken(checkpoint_id: str, tier: str, how: str, attempt: str) -> ConflictError:

@@ -18,6 +18,7 @@ from dcp_tiered.errors import (
     IncompleteError,
     InvalidError,
     ResidencyError,
+    SupersededError,
     TieredError,
     UnavailableError,
 )
@@ -26,6 +27,7 @@ from dcp_tiered.format.records import Commit, Record
 from dcp_tiered.interfaces import DurableTier, LocalTier
 from dcp_tiered.metrics import Sample
 from dcp_tiered.policy import takeover
+from dcp_tiered.services import superseded_notes
 from dcp_tiered.services.catalog import Catalog, Published
 from dcp_tiered.services.claim import Claim
 from dcp_tiered.services.local_changes import LocalChanges
@@ -34,6 +36,7 @@ from dcp_tiered.services.other_nodes import UnpublishedShards
 from dcp_tiered.services.own_packs import OwnPacks
 from dcp_tiered.services.packs import PackStore
 from dcp_tiered.services.progress import Report, ReportFile, describe_error
+from dcp_tiered.services.superseding import Superseding
 
 _log = logging.getLogger(__name__)
 _FIXABLE_PAUSE_S_MAX = 5.0
@@ -42,6 +45,8 @@ _BAD_TRIES_MAX = 3
 """Bytes that are wrong in memory once may be right the next time; on disk they stay wrong."""
 _OTHERS_PAUSE_S = (0.25, 60.0)
 """Shortest and longest pause between two looks for packs or for a commit of other nodes."""
+_WANTED_PAUSE_S = 1.0
+"""The same where a save on this node waits for room."""
 _OTHERS_PAUSE_SHARE = 0.25
 """Of the time waited so far: so the looks grow with its logarithm, and not with the time."""
 
@@ -68,8 +73,17 @@ class _Open:
     """What is on the durable tier once all of this node's packs are; None before."""
     settled: bool = False
     """Durable, or given up for good: not looked at again."""
+    overdue: bool = False
+    """Not durable after `flush_deadline_s`."""
     late: bool = False
     """Waits for other nodes for too long already: tried on, but no reason to stay for."""
+
+    def is_due(self, *, wanted: bool) -> bool:
+        """Tell whether to try now; sooner if a save waits for room that others may have made."""
+        if time.monotonic() >= self.not_before:
+            return True
+        looked_s = time.time() - self.tried_at
+        return wanted and isinstance(self.error, IncompleteError) and looked_s >= _WANTED_PAUSE_S
 
     def keeps_us(self) -> bool:
         """Tell whether the flusher may not end as long as this is so."""
@@ -111,8 +125,9 @@ class Flusher:
         self._reports = ReportFile(run_path=local.root)
         self._space = LocalSpace(self._catalog, local, limits)
         self._own_packs = OwnPacks(self._catalog, local, self._packs, node, limits, stop)
+        self._superseding = Superseding(self._catalog, local, limits)
         self._unpublished = UnpublishedShards(
-            self._catalog, self._own_packs, local, limits, self._reports
+            self._catalog, self._own_packs, local, limits, self._reports, self._space.is_wanted
         )
 
     def run(self, idle_exit_s: float, after_step: Callable[[], None]) -> None:
@@ -138,18 +153,36 @@ class Flusher:
         Args:
             ranked: Brings ids into the order in which to try them; they come oldest first.
         """
+        fencing = self._superseding.step()
         work = ranked(self._work())
+        self._tell_overdue(work)
+        wanted = self._space.is_wanted()
         for checkpoint_id in work:
             if self._stop():
                 return True
-            if time.monotonic() < self._open[checkpoint_id].not_before:
+            if not self._open[checkpoint_id].is_due(wanted=wanted):
                 continue
             if not self._try(checkpoint_id):
                 break
             self._space.trim()
+            fencing = self._superseding.step()
         waiting = self._unpublished.step()
         self._space.trim()
-        return waiting or any(self._open[name].keeps_us() for name in work)
+        return fencing or waiting or any(self._open[name].keeps_us() for name in work)
+
+    def _tell_overdue(self, work: list[str]) -> None:
+        """Say once of each checkpoint that it should have been durable by now."""
+        deadline_s = self._limits.flush_deadline_s
+        for checkpoint_id in work if deadline_s is not None else ():
+            state = self._open[checkpoint_id]
+            if not state.overdue and time.time() - state.sequence / 1e9 > (deadline_s or 0):
+                state.overdue = True
+                self._report(checkpoint_id, state, "waiting")
+                _log.error(
+                    "late: %s is not durable %g s after it was published; trying on",
+                    checkpoint_id,
+                    deadline_s,
+                )
 
     def samples(self) -> Iterator[Sample]:
         """Yield the metrics of this process."""
@@ -162,7 +195,7 @@ class Flusher:
     def has_work(self) -> bool:
         """Tell whether something on this node is not durable yet, without asking the store."""
         mine = any(self._open[name].keeps_us() for name in self._work())
-        return mine or self._unpublished.has_work()
+        return mine or self._unpublished.has_work() or self._superseding.has_work()
 
     def failures(self) -> dict[str, TieredError]:
         """Return the error of the last try of every checkpoint that is not durable, by id."""
@@ -187,7 +220,8 @@ class Flusher:
         try:
             published = self._catalog.published(checkpoint_id)
             if published is None:
-                self._open.pop(checkpoint_id, None)
+                if self._open.pop(checkpoint_id, None) is not None:
+                    self._reports.drop(checkpoint_id)
             else:
                 self._take_up(published)
         except TieredError as exc:
@@ -204,7 +238,7 @@ class Flusher:
                 attempt=head.attempt,
                 sequence=head.sequence,
                 since=time.monotonic(),
-                settled=self._is_noted(published),
+                settled=self._is_noted(published) or self._is_given_up(head),
             )
 
     def _is_noted(self, published: Published) -> bool:
@@ -229,6 +263,8 @@ class Flusher:
             if published is None or published.head.attempt != state.attempt:
                 return True  # replaced or removed since we looked
             commit = self._flush(published)
+        except SupersededError as exc:
+            self._end_superseded(checkpoint_id, state, exc)
         except ConflictError as exc:
             self._settle(checkpoint_id, state, exc, "conflict")
         except IncompleteError as exc:
@@ -264,6 +300,24 @@ class Flusher:
         state.settled, state.error, state.failed_at = True, error, state.tried_at
         self._report(checkpoint_id, state, what)
         _log.error("checkpoint %s stays local: %s", checkpoint_id, error)
+
+    def _end_superseded(self, checkpoint_id: str, state: _Open, error: SupersededError) -> None:
+        """End a flush that was given up; the note tells, and has `Superseding` see to the fence."""
+        state.settled, state.error = True, None
+        self._reports.drop(checkpoint_id)
+        _log.warning("superseded: %s, attempt %s: %s", checkpoint_id, state.attempt, error)
+
+    def _is_given_up(self, head: Head) -> bool:
+        return superseded_notes.is_given_up(self._local, head.checkpoint_id, head.attempt)
+
+    def _check_wanted(self, head: Head) -> None:
+        """Pass unless the flush of an attempt was given up since it began.
+
+        Raises:
+            SupersededError: It was.
+        """
+        if self._is_given_up(head):
+            raise superseded_notes.error_of(head.checkpoint_id, "newer ones need the room")
 
     def _retry_few(self, checkpoint_id: str, state: _Open, error: TieredError, what: str) -> None:
         """Try again a few times what is probably as bad the next time, then give it up."""
@@ -312,13 +366,23 @@ class Flusher:
                 tries=state.tries,
                 at=state.failed_at,
                 error=describe_error(state.error) if state.error else None,
+                late=state.overdue,
             )
         )
 
     def _flush(self, published: Published) -> Commit:
+        """Bring one checkpoint to the durable tier, or note here that another node gave it up."""
+        try:
+            return self._bring(published)
+        except SupersededError as exc:
+            superseded_notes.write(self._local, published.head, exc.message)
+            raise
+
+    def _bring(self, published: Published) -> Commit:
         """Bring one checkpoint to the durable tier: manifest, then packs, then the record."""
         head = published.head
         state = self._open[head.checkpoint_id]
+        self._check_wanted(head)
         self._catalog.follow(head.checkpoint_id, state.log)
         highest, mine = self._catalog.may_commit(head, state.log)
         if mine is not None:
@@ -335,7 +399,14 @@ class Flusher:
         if turn > 0:
             _log.warning("committing %s in place of node %s", head.checkpoint_id, head.node)
             self._catalog.put_manifest(published)
-        return self._catalog.commit(head, state.claim.make)
+        claim = state.claim
+
+        def make() -> Commit:
+            commit = claim.make()
+            self._check_wanted(head)
+            return commit
+
+        return self._catalog.commit(head, make)
 
     def _upload_own(self, published: Published, state: _Open) -> Claim:
         """Upload and verify this node's packs of a checkpoint."""
@@ -350,6 +421,7 @@ class Flusher:
             head.checkpoint_id,
             rows,
             lambda done: self._report(head.checkpoint_id, state, "uploading", done),
+            lambda: self._check_wanted(head),
         )
         claim = Claim(self._packs, published, self._node, self._evidence)
         claim.add(packs)

@@ -2,13 +2,16 @@
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dcp_tiered.errors import TieredError, from_os_error
 from dcp_tiered.format import layout
+from dcp_tiered.format.records import Commit
 from dcp_tiered.format.shardfile import PAGE_BYTES, decode_header
+from dcp_tiered.format.superseded import Superseded
 from dcp_tiered.interfaces import LocalTier
-from dcp_tiered.services.catalog import Catalog
+from dcp_tiered.services import superseded_notes
+from dcp_tiered.services.catalog import Catalog, Published
 from dcp_tiered.services.local_changes import LocalChanges
 
 _log = logging.getLogger(__name__)
@@ -25,11 +28,44 @@ class Found:
     waits: str | None
     """The attempt that a flusher works on, empty where its manifest lies on another node."""
     evictable: tuple[tuple[str, int], ...]
-    """Names and bytes that may go if the id is durable, in the order in which they go."""
+    """Names and bytes that may go if the id is durable or superseded, in the order in which they
+    go."""
+    node: str = ""
+    """The one that published it."""
+    launch: str = ""
+    given_up: bool = False
+    """Its flush is given up on this node; unless it still waits, for good."""
+    keep: bool = False
 
     def bytes_evictable(self) -> int:
-        """Return what an eviction frees, now or, for what is not durable, once it is."""
-        return sum(size for _, size in self.evictable) if self.durable else self.bytes_all
+        """Return what an eviction frees, now or, for what still waits, once it is durable."""
+        ended = self.durable or (self.given_up and self.waits is None)
+        return sum(size for _, size in self.evictable) if ended else self.bytes_all
+
+
+@dataclass(kw_only=True)
+class _Ended:
+    """The attempts of an id whose flush is given up."""
+
+    attempts: set[str] = field(default_factory=set)
+    shards: set[str] = field(default_factory=set)
+    dead: set[str] = field(default_factory=set)
+    """Those that nobody can commit any more."""
+    dead_shards: set[str] = field(default_factory=set)
+    last: Superseded | None = None
+
+    @property
+    def launch(self) -> str:
+        """Return what published the newest."""
+        return "" if self.last is None else self.last.launch
+
+    def add(self, attempt: str, shards: set[str], *, dead: bool) -> None:
+        """Take note of one."""
+        self.attempts.add(attempt)
+        self.shards |= shards
+        if dead:
+            self.dead.add(attempt)
+            self.dead_shards |= shards
 
 
 class LocalContents:
@@ -81,8 +117,9 @@ class LocalContents:
         published = self._catalog.published(checkpoint_id)
         commit = self._catalog.noted(checkpoint_id)
         placed = self._catalog.noted_shards(checkpoint_id)
+        ended = self._ended(checkpoint_id, published, commit)
         attempt, sequence, durable, waits = "", 0, commit is not None, None
-        named = set(placed)
+        named = placed | ended.shards
         if published is not None:
             head = published.head
             attempt, sequence, waits = head.attempt, head.sequence, head.attempt
@@ -90,19 +127,45 @@ class LocalContents:
             # An attempt that lost against the one that was committed stays here, all of it.
             durable = commit is not None and mine <= placed
             named |= mine
+        elif commit is None and ended.last is not None:
+            attempt, sequence = ended.last.attempt, ended.last.sequence
         if commit is not None and durable:
             attempt, sequence, waits = commit.attempt, commit.sequence, None
+        given_up = not durable and attempt in ended.attempts
+        if given_up and attempt in ended.dead:
+            waits = None
         if strays := self._strays(checkpoint_id, files, named, placed):
-            durable, waits = False, waits or ""
+            durable, given_up, waits = False, False, waits or ""
             sequence = max(sequence, *(files[name].st_mtime_ns for name in strays))
+        going = _going(files, placed | ended.dead_shards)
         return Found(
             attempt=attempt,
             sequence=sequence,
             bytes_all=bytes_all,
             durable=durable,
             waits=waits,
-            evictable=tuple((name, files[name].st_size) for name in _going(files, placed)),
+            evictable=tuple((name, files[name].st_size) for name in going),
+            node=published.head.node if published is not None else "",
+            launch=published.head.launch if published is not None else ended.launch,
+            given_up=given_up,
+            keep=layout.KEEP_NAME in files,
         )
+
+    def _ended(
+        self, checkpoint_id: str, published: Published | None, commit: Commit | None
+    ) -> "_Ended":
+        """Return what was given up of an id, by notes and by copies of fences."""
+        ended = _Ended()
+        for note in superseded_notes.read(self._local, checkpoint_id):
+            dead = note.alone or self._catalog.is_noted_dead(checkpoint_id, note.attempt)
+            ended.add(note.attempt, set(note.shards), dead=dead)
+            ended.last = note
+        if published is None or (commit is not None and commit.attempt == published.head.attempt):
+            return ended
+        head = published.head
+        if self._catalog.is_noted_dead(checkpoint_id, head.attempt):
+            ended.add(head.attempt, {shard.name for shard in head.shards}, dead=True)
+        return ended
 
     def _strays(
         self,
@@ -143,7 +206,7 @@ class LocalContents:
             raise from_os_error(exc, "local", str(path), "count bytes") from exc
 
 
-def _going(files: dict[str, os.stat_result], placed: set[str]) -> list[str]:
+def _going(files: dict[str, os.stat_result], shards: set[str]) -> list[str]:
     """Return what an eviction removes, in its order: never a newer claim before an older one."""
     numbers = {name: number for name in files if (number := layout.published_number(name))}
-    return [*sorted(numbers, key=numbers.__getitem__), *sorted(placed & files.keys())]
+    return [*sorted(numbers, key=numbers.__getitem__), *sorted(shards & files.keys())]

@@ -1,11 +1,13 @@
 """Room on the local tier: counts what a run holds on this node, waits for room, evicts.
 
 `policy.backpressure` decides. An eviction deletes by exact key what a commit names whose copy lies
-here, and that copy was read back from the durable tier (I6). First go the published manifests,
-oldest first, then the shard files: whatever a crash leaves claims nothing, is still known to be
-durable, and goes with the next eviction. Copies of commits stay: they say what the id is.
+here, and that copy was read back from the durable tier (I6), or what a note names whose flush was
+given up. First go the published manifests, oldest first, then the shard files: whatever a crash
+leaves claims nothing, is still known to be durable or superseded, and goes with the next eviction.
+Copies of records and notes stay: they say what the id is.
 """
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -16,7 +18,13 @@ from contextlib import contextmanager
 
 from dcp_tiered import metrics
 from dcp_tiered.config import Limits
-from dcp_tiered.errors import BackpressureError, TieredError, from_os_error
+from dcp_tiered.errors import (
+    AbsentError,
+    BackpressureError,
+    TieredError,
+    UnavailableError,
+    from_os_error,
+)
 from dcp_tiered.format import layout
 from dcp_tiered.interfaces import LocalTier
 from dcp_tiered.metrics import Sample
@@ -30,6 +38,7 @@ from dcp_tiered.policy.backpressure import (
     plan_save,
     plan_trim,
 )
+from dcp_tiered.services import run_directory, superseded_notes
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.local_contents import Found, LocalContents
 from dcp_tiered.services.progress import Report, read_reports, restore_error
@@ -40,6 +49,8 @@ _GIVEN_UP = ("conflict", "damaged", "incomplete")
 _LOCK_S_MAX = 5.0
 _TRIM_S = 1.0
 _RESERVE_SHARE = 20
+_WANTED_S = 5.0
+"""For how long a save that waits is believed to wait on after it said so."""
 
 
 class LocalSpace:
@@ -52,8 +63,10 @@ class LocalSpace:
     """
 
     def __init__(self, catalog: Catalog, local: LocalTier, limits: Limits) -> None:
+        self._catalog = catalog
         self._local = local
         self._limits = limits
+        self._node: str | None = None
         self._contents = LocalContents(catalog, local)
         self._found: dict[str, Found] = {}
         self._looking = threading.Lock()
@@ -61,6 +74,8 @@ class LocalSpace:
         self.waited_s = 0.0
         """Time that saves waited here."""
         self.waits = 0
+        self.given_up = 0
+        """Checkpoints whose flush was given up here."""
         self.evicted_bytes = 0
         self.held_bytes = 0
         """Bytes of the run on this node at the last look."""
@@ -79,6 +94,7 @@ class LocalSpace:
         """Yield the metrics of this object."""
         yield metrics.BACKPRESSURE, {}, self.waited_s
         yield metrics.BACKPRESSURE_WAITS, {}, self.waits
+        yield metrics.SUPERSEDED, {}, self.given_up
         yield metrics.EVICTED_BYTES, {}, self.evicted_bytes
         yield metrics.LOCAL_BYTES, {}, self.held_bytes
 
@@ -94,28 +110,72 @@ class LocalSpace:
         Args:
             checkpoint_id: What is to be saved.
             bytes_needed: What that will take on this node.
-            on_full: `block` or `fail`.
+            on_full: `block`, `fail` or `supersede`.
             keep_flusher: Called while waiting, starts a flusher if none runs.
 
         Raises:
-            BackpressureError: There is no room, after `backpressure_wait_s` for `block`.
+            BackpressureError: There is no room, after `backpressure_wait_s` where it waits for it.
         """
         begun = time.monotonic()
+        self._node = run_directory.node_of(self._local)
+        is_told = False
         decision = self._decide(checkpoint_id, bytes_needed, on_full)
-        if decision.action is Action.WAIT:
-            _log.warning("saving %s waits for room: %s", checkpoint_id, decision.reason)
-            self.waits += 1
         while decision.action is Action.WAIT:
-            waited_s = time.monotonic() - begun
-            if waited_s >= self._limits.backpressure_wait_s:
+            left_s = begun + self._limits.backpressure_wait_s - time.monotonic()
+            if left_s <= 0:
                 break
-            keep_flusher()
-            pause_s = min(self._limits.poll_s, self._limits.backpressure_wait_s - waited_s)
-            time.sleep(pause_s)
-            self.waited_s += pause_s
+            if not decision.give_up:  # what lies on this node alone has made room at once
+                if not is_told:
+                    _log.warning("saving %s waits for room: %s", checkpoint_id, decision.reason)
+                    self.waits += 1
+                    is_told = True
+                keep_flusher()
+                self._pause(left_s)
             decision = self._decide(checkpoint_id, bytes_needed, on_full)
         if decision.action is not Action.ADMIT:
             raise self._full(checkpoint_id, decision, time.monotonic() - begun)
+
+    def _pause(self, left_s: float) -> None:
+        with contextlib.suppress(OSError):  # the flusher looks by itself, only later
+            (self._local.root / layout.WANTED_FILE).touch()
+        pause_s = min(self._limits.poll_s, left_s)
+        time.sleep(pause_s)
+        self.waited_s += pause_s
+
+    def is_wanted(self) -> bool:
+        """Tell whether a save waits for room on this node."""
+        try:
+            said = (self._local.root / layout.WANTED_FILE).stat().st_mtime
+        except OSError:
+            return False
+        return abs(time.time() - said) < _WANTED_S
+
+    def keep(self, checkpoint_id: str) -> None:
+        """See that this node's copy of a checkpoint is neither evicted nor superseded.
+
+        Raises:
+            AbsentError: Nothing of it is here.
+            SupersededError: Its flush was given up before.
+            UnavailableError: Another process is evicting for too long.
+        """
+        path = str(self._local.root / checkpoint_id)
+        with self._locked() as mine:  # no save gives it up between the look and the note
+            if not mine:
+                raise UnavailableError(
+                    "another process is evicting for too long", "local", path, "Try again."
+                )
+            self._look()
+            found = self._found.get(checkpoint_id)
+            if found is None or not (found.waits is not None or found.evictable):
+                raise AbsentError(
+                    "this node has no copy that could be kept",
+                    "local",
+                    path,
+                    "Call it after the save, on a rank of each node that took part.",
+                )
+            if found.given_up:
+                raise superseded_notes.error_of(checkpoint_id, "before it was to be kept")
+            superseded_notes.keep(self._local, checkpoint_id)
 
     def free(self, bytes_wanted: int) -> bool:
         """Evict for a write that found the disk full; tell whether anything went."""
@@ -143,16 +203,34 @@ class LocalSpace:
             return plan_save(held, room, bytes_needed, on_full)
 
         decision = decide()
-        if not decision.evict:
+        if not (decision.evict or decision.give_up):
             return decision
         with self._locked() as mine:
             if not mine:
-                stuck = Action.WAIT if on_full == "block" else Action.FAIL
+                stuck = Action.FAIL if on_full == "fail" else Action.WAIT
                 return Decision(action=stuck, reason="another process is evicting for too long")
             # Once more: another rank of this node may have made the room meanwhile.
             decision = decide()
+            self._give_up(decision.give_up, f"{checkpoint_id} needs room: {decision.reason}")
             self._evict(decision.evict)
         return decision
+
+    def _give_up(self, some: Sequence[Held], reason: str) -> None:
+        """Note that the flusher is to end the flush of checkpoints."""
+        for one in some:
+            published = self._catalog.published(one.checkpoint_id)
+            if published is None or published.head.attempt != one.attempt:
+                continue  # saved again since we looked
+            superseded_notes.write(self._local, published.head, reason)
+            self._contents.forget(one.checkpoint_id)
+            self.given_up += 1
+            _log.warning(
+                "superseded: %s, attempt %s, %d bytes, will not be durable: %s",
+                one.checkpoint_id,
+                one.attempt,
+                one.bytes_held,
+                reason,
+            )
 
     def _room(self) -> Room:
         try:
@@ -182,7 +260,10 @@ class LocalSpace:
                 bytes_held=one.bytes_evictable(),
                 durable=one.durable,
                 pending=name != but and _is_pending(one, reports.get(name)),
-                keep=name == but,
+                keep=name == but or one.keep,
+                launch=one.launch,
+                coordinated=bool(one.node) and one.node == self._node,
+                given_up=one.given_up,
             )
             for name, one in self._found.items()
         ]

@@ -11,6 +11,7 @@ or one that died, so they stay where they are.
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dcp_tiered.config import Limits
@@ -62,12 +63,14 @@ class UnpublishedShards:
         local: LocalTier,
         limits: Limits,
         reports: ReportFile,
+        wanted: Callable[[], bool],
     ) -> None:
         self._catalog = catalog
         self._own_packs = own_packs
         self._local = local
         self._limits = limits
         self._reports = reports
+        self._wanted = wanted
         self._changes = LocalChanges(local)
         self._waiting: dict[str, _Waiting] = {}
         self._ended: dict[str, _Waiting] = {}
@@ -90,8 +93,11 @@ class UnpublishedShards:
         """
         self._look()
         begun = list(self._waiting.items())
+        wanted = self._wanted()
         for checkpoint_id, waiting in begun:
-            if time.monotonic() < waiting.not_before:
+            looked_s = time.time() - waiting.tried_at
+            soon = wanted and waiting.error is None and looked_s >= _LOOK_S
+            if time.monotonic() < waiting.not_before and not soon:
                 continue
             waiting.tried_at = time.time()
             try:
@@ -241,7 +247,7 @@ class UnpublishedShards:
                 self._adopt_manifest(checkpoint_id, waiting)
 
         rows = [shard_headers.row(self._local, checkpoint_id, name) for name in waiting.names]
-        self._own_packs.upload(checkpoint_id, rows, uploaded)
+        self._own_packs.upload(checkpoint_id, rows, uploaded, _go_on)
 
     def _note_commit(self, checkpoint_id: str, waiting: _Waiting) -> bool:
         """Copy the commit that names these shard files and its manifest, once they are there."""
@@ -275,6 +281,10 @@ class UnpublishedShards:
                 self._catalog.adopt(commit.checkpoint_id, self._catalog.manifest_of(commit))
         except TieredError as exc:
             _log.warning("no copy of the manifest of %s here: %s", commit.checkpoint_id, exc)
+
+
+def _go_on() -> None:
+    """Check nothing: whether these are wanted is not known before their manifest is."""
 
 
 def _is_single_node(header: Header) -> bool:

@@ -44,7 +44,11 @@ class OwnPacks:
         self._stop = stop
 
     def upload(
-        self, checkpoint_id: str, rows: Collection[Row], uploaded: Callable[[int], None]
+        self,
+        checkpoint_id: str,
+        rows: Collection[Row],
+        uploaded: Callable[[int], None],
+        check: Callable[[], None],
     ) -> dict[str, Pack]:
         """Upload and verify packs of shard files, except for those that are there already.
 
@@ -52,6 +56,7 @@ class OwnPacks:
             checkpoint_id: The id.
             rows: The shard files.
             uploaded: Called after each pack with the bytes that are there.
+            check: Called again and again while bytes leave; ends the upload by raising.
 
         Returns:
             The packs of this node that hold them, by name.
@@ -66,7 +71,7 @@ class OwnPacks:
             )
             if self._stop():
                 raise UnavailableError("flusher was asked to end", "durable", checkpoint_id)
-            self._packs.upload(checkpoint_id, pack)
+            self._packs.upload(checkpoint_id, pack, check)
             packs[pack.name] = pack
             done += pack.length
             uploaded(done)

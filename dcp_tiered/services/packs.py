@@ -1,6 +1,7 @@
 """Upload, verify and find packs: what stands between a sealed shard file and a commit (I1)."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from awscrt.checksums import crc32c
@@ -28,12 +29,18 @@ class PackStore:
     local: LocalTier
     durable: DurableTier
 
-    def upload(self, checkpoint_id: str, pack: Pack) -> None:
-        """Bring a pack to the durable tier and verify it there."""
+    def upload(self, checkpoint_id: str, pack: Pack, check: Callable[[], None]) -> None:
+        """Bring a pack to the durable tier and verify it there.
+
+        Args:
+            checkpoint_id: The id.
+            pack: What goes.
+            check: Called before each read of the pack; ends the upload by raising.
+        """
         if not self.is_verified(checkpoint_id, pack):
             with PackSource(self.local.root / checkpoint_id, pack) as source:
                 try:
-                    self.bring(checkpoint_id, pack, source)
+                    self.bring(checkpoint_id, pack, _Checked(source, check))
                 except CorruptError:
                     source.check()  # says which file it is, if the fault is on this side
                     raise
@@ -127,6 +134,20 @@ class PackStore:
             position += len(part)
         if crc != pack.crc32c:
             raise CorruptError("pack reads back with other bytes than were sent", "durable", key)
+
+
+class _Checked:
+    """A source that asks before each read."""
+
+    def __init__(self, source: PackSource, check: Callable[[], None]) -> None:
+        self.length, self.crc32c = source.length, source.crc32c
+        self.checksum = source.checksum
+        self._source, self._check = source, check
+
+    def pread(self, length: int, start: int) -> bytes:
+        """Return exactly `length` bytes from `start`."""
+        self._check()
+        return self._source.pread(length, start)
 
 
 def _ok(pack: Pack) -> dict[str, int]:

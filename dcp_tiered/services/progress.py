@@ -26,7 +26,7 @@ from dcp_tiered.errors import (
 from dcp_tiered.format import layout
 from dcp_tiered.format.records import Commit
 from dcp_tiered.interfaces import LocalTier
-from dcp_tiered.services import identity
+from dcp_tiered.services import identity, superseded_notes, superseding
 from dcp_tiered.services.catalog import Catalog, replace
 from dcp_tiered.services.identity import ProcessIdentity
 from dcp_tiered.services.lock import FlusherLock
@@ -34,6 +34,8 @@ from dcp_tiered.services.lock import FlusherLock
 _PERMANENT = (ConflictError, InvalidError, ResidencyError)
 _FINAL = ("conflict", "damaged")
 """States that no credentials and no waiting can change."""
+_TRIED_ON = ("local", "uploading", "failed", "incomplete")
+"""States that say less than `late`."""
 _ASK_S = 1.0
 """How often `wait` asks the store itself, where nothing on this node could tell."""
 _SKEW_NS = 1_000_000_000
@@ -57,6 +59,8 @@ class Report:
     """Wall clock at which the try that met `error` began, seconds."""
     error: dict[str, Any] | None = None
     """Class name and fields of the error of the last try."""
+    late: bool = False
+    """It is not durable after `flush_deadline_s`, and is tried on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +71,8 @@ class CheckpointStatus:
     level: str
     """`staged` (shard files, no manifest known here), `local` or `durable`, as `wait` means it."""
     state: str
-    """`saving`, `local`, `durable`, or what the flusher reports: what keeps it from the next."""
+    """`saving`, `local`, `durable`, `superseded`, `late`, or what the flusher reports: what keeps
+    it from the next."""
     step: int | None
     bytes_stored: int
     bytes_uploaded: int
@@ -133,6 +138,11 @@ def held_by_residency(run_path: Path) -> int:
     """Return how many checkpoints of a run its residency policy keeps on this node."""
     reports = read_reports(run_path).values()
     return sum(report.state == "held_residency" for report in reports)
+
+
+def late(run_path: Path) -> int:
+    """Return how many checkpoints of a run are not durable after `flush_deadline_s`."""
+    return sum(report.late for report in read_reports(run_path).values())
 
 
 def describe_error(error: TieredError) -> dict[str, Any]:
@@ -211,6 +221,11 @@ def _line(
     state, uploaded = "local", 0
     if report is not None and report.state != "waiting":
         state, uploaded = report.state, report.bytes_done
+    if report is not None and report.late and state in _TRIED_ON:
+        state = "late"
+    text = str(error) if error else None
+    if note := superseding.superseded(catalog, checkpoint_id):
+        state, text = "superseded", f"the flush was given up: {note.reason}"
     return head.sequence, CheckpointStatus(
         checkpoint_id=checkpoint_id,
         level="local",
@@ -218,7 +233,7 @@ def _line(
         step=head.step,
         bytes_stored=head.bytes_stored(),
         bytes_uploaded=uploaded,
-        error=str(error) if error else None,
+        error=text,
     )
 
 
@@ -277,6 +292,7 @@ def wait(  # noqa: PLR0913 - the writer's one caller names them all
         CorruptError: A shard file on this node is damaged, so this save cannot become durable.
         InvalidError: The flusher cannot succeed before something is fixed.
         ResidencyError: The residency policy does not allow the durable tier.
+        SupersededError: Its flush was given up.
         UnavailableError: The time is over; the last error of the flusher is in the message.
     """
     begun, deadline, ask_at = time.time(), time.monotonic() + timeout_s, 0.0
@@ -287,6 +303,8 @@ def wait(  # noqa: PLR0913 - the writer's one caller names them all
                 return
         elif _is_durable(catalog, local, checkpoint_id, rank, launch, since):
             return
+        elif given_up := _superseded(catalog, local, checkpoint_id, rank, since):
+            raise given_up
         if _has_work(catalog, checkpoint_id):
             keep_flusher()  # on other nodes than the coordinator's it brings the manifest too
         elif catalog.durable is not None and time.monotonic() >= ask_at:
@@ -352,6 +370,19 @@ def _is_durable(
             and published.head.attempt == commit.attempt
         )
     return published is None or published.head.attempt == commit.attempt
+
+
+def _superseded(
+    catalog: Catalog, local: LocalTier, checkpoint_id: str, rank: int, since: int
+) -> TieredError | None:
+    """Return the error for a save whose flush was given up, None for any other."""
+    note = superseding.superseded(catalog, checkpoint_id)
+    if note is None or note.sequence < since:
+        return None
+    mine = _newest_shard(catalog, local, checkpoint_id, rank)
+    if mine is not None and mine not in note.shards:
+        return None  # a newer save goes on
+    return superseded_notes.error_of(checkpoint_id, note.reason)
 
 
 def _is_local(

@@ -1,11 +1,21 @@
 """The directory of a run on this node: where it flushes to, and this node's identity."""
 
 import contextlib
+import errno
 import logging
+import os
 import socket
+import stat
+from pathlib import Path
 from typing import Any
 
-from dcp_tiered.errors import AbsentError, AlreadyExistsError, CorruptError, TieredError
+from dcp_tiered.errors import (
+    AbsentError,
+    AlreadyExistsError,
+    CorruptError,
+    TieredError,
+    from_os_error,
+)
 from dcp_tiered.format import layout
 from dcp_tiered.format.columns import canonical_json, parse_json
 from dcp_tiered.interfaces import LocalTier
@@ -13,6 +23,21 @@ from dcp_tiered.services.catalog import replace
 
 _log = logging.getLogger(__name__)
 _FILE_BYTES_MAX = 1 << 20
+
+
+def check_writable(base: Path) -> None:
+    """Refuse a local tier that is missing, unreachable, or not ours to write to."""
+    doing, code = "save to the local tier", 0
+    try:
+        mode = base.stat().st_mode
+    except OSError as exc:
+        raise from_os_error(exc, "local", str(base), doing) from exc
+    if not stat.S_ISDIR(mode):
+        code = errno.ENOTDIR
+    elif not os.access(base, os.W_OK | os.X_OK, effective_ids=True):
+        code = errno.EACCES
+    if code:
+        raise from_os_error(OSError(code, os.strerror(code)), "local", str(base), doing)
 
 
 def open_node(local: LocalTier, fresh_id: str) -> str:

@@ -289,7 +289,7 @@ def test_the_log_says_what_went_and_why(posix_run: Run, caplog: pytest.LogCaptur
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
-        ({"on_full": "supersede"}, "block, fail"),
+        ({"on_full": "drop"}, "block, fail, supersede"),
         ({"tiered": {"on_full": "wait"}}, "block, fail"),
         ({"limits": replace(QUICK, pending_checkpoints_max=0)}, "pending_checkpoints_max"),
         ({"limits": replace(QUICK, local_bytes_max=0)}, "local_bytes_max"),

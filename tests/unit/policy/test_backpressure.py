@@ -21,7 +21,11 @@ ROOMY = Room(pending_max=3, bytes_max=None, bytes_held=0, bytes_free=100 * GB, b
 
 
 def held(sequence: int, what: str = "", gigabytes: int = 10) -> Held:
-    """Return a checkpoint: D durable, P pending, K kept by the user, nothing: given up."""
+    """Return a checkpoint: D durable, P pending, K kept by the user, nothing: failed for good.
+
+    With S its flush is given up, with O another node coordinates it, with L it is of an earlier
+    launch.
+    """
     return Held(
         checkpoint_id=f"step-{sequence}",
         attempt=f"{sequence:016x}",
@@ -30,6 +34,9 @@ def held(sequence: int, what: str = "", gigabytes: int = 10) -> Held:
         durable="D" in what,
         pending="P" in what,
         keep="K" in what,
+        given_up="S" in what,
+        coordinated="O" not in what,
+        launch="earlier" if "L" in what else "this",
     )
 
 
@@ -91,6 +98,66 @@ def test_table(there, room, needed, block, fail, evicted) -> None:
         assert all("durable" in one.reason for one in decision.evict)
 
 
+SUPERSEDE = [
+    # what is there, room, gigabytes needed -> action, steps given up, steps evicted
+    ("queue not full", of("P", "P"), ROOMY, 10, "admit", [], []),
+    ("the oldest", of("P", "P", "P"), ROOMY, 10, "wait", [1], []),
+    ("as many as needed", of("P", "P", "P", "P", "P"), ROOMY, 10, "wait", [1, 2, 3], []),
+    ("all but the newest", of("P"), replace(ROOMY, pending_max=1), 10, "wait", [], []),
+    ("not a kept one", of("PK", "P", "P"), ROOMY, 10, "wait", [2], []),
+    ("not one of another node", of("PO", "P", "P"), ROOMY, 10, "wait", [2], []),
+    ("nothing qualifies", of("PO", "PK", "P"), ROOMY, 10, "wait", [], []),
+    ("one is on its way to other nodes", of("PS", "P", "P"), ROOMY, 10, "wait", [], []),
+    ("one is, and one more is needed", of("PS", "P", "P", "P"), ROOMY, 10, "wait", [2], []),
+    ("given up for good does not count", of("S", "P", "P"), ROOMY, 10, "admit", [], []),
+    ("the newest that is sound stays", of("P", "P", "P", ""), ROOMY, 10, "wait", [1], []),
+    (
+        "even if a newer one failed",
+        of("P", "", ""),
+        replace(ROOMY, pending_max=1),
+        9,
+        "wait",
+        [],
+        [],
+    ),
+    ("bytes: the oldest", of("P", "P", "P"), "full", 10, "wait", [1], []),
+    ("bytes: two of them", of("P", "P", "P"), "full", 15, "wait", [1, 2], []),
+    ("bytes: not where that is not enough", of("P", "P", "P"), "full", 25, "admit", [], []),
+    ("bytes: only what a kept one lets", of("PK", "P", "P"), "full", 10, "wait", [2], []),
+    ("bytes: superseded ones go", of("S", "S", "P"), "full", 10, "admit", [], [1]),
+    ("bytes: durable ones before them", of("S", "D", "D", "P"), "full", 10, "admit", [], [2]),
+    ("bytes: then them", of("S", "D", "D", "P"), "full", 15, "admit", [], [2, 1]),
+    ("bytes: one goes once other nodes know", of("PS", "P", "P"), "full", 10, "wait", [], []),
+    ("bytes: not of an earlier launch", of("PL", "P", "P"), "full", 10, "wait", [2], []),
+    ("bytes: unless a newer one is durable", of("PL", "D", "P"), "full", 10, "wait", [1], []),
+    ("bytes: a resumed one stays", of("SL", "P"), "full", 10, "wait", [], []),
+    ("bytes: not before a newer one is sound", of("S", ""), "full", 10, "admit", [], []),
+]
+
+
+@pytest.mark.parametrize(
+    ("there", "room", "needed", "action", "given_up", "evicted"),
+    [row[1:] for row in SUPERSEDE],
+    ids=[row[0] for row in SUPERSEDE],
+)
+def test_supersede(there, room, needed, action, given_up, evicted) -> None:
+    if room == "full":
+        room = replace(ROOMY, bytes_free=GB, pending_max=9)
+    decision = plan_save(there, room, needed * GB, "supersede")
+    assert (decision.action.value, steps(decision.give_up)) == (action, given_up)
+    assert steps(decision.evict) == evicted
+    assert plan_save(there, room, needed * GB, "block").give_up == ()
+    assert plan_save(there, room, needed * GB, "fail").give_up == ()
+
+
+def test_superseded_ones_stay_until_a_save_or_the_disk_asks() -> None:
+    room = replace(ROOMY, bytes_free=GB)
+    assert steps(plan_trim(of("S", "D", "D", "P"), room)) == [2]
+    assert steps(plan_freeing(of("S", "D", "D", "P"), 15 * GB)) == [2, 1]
+    evicted = plan_freeing(of("S", "D", "D", "P"), 15 * GB)
+    assert [one.reason.partition(",")[0] for one in evicted] == ["durable", "superseded"]
+
+
 def test_the_reserve_stays_free() -> None:
     room = replace(ROOMY, bytes_free=11 * GB)
     assert plan_save(of("D", "D"), room, 10 * GB, "block").evict == ()
@@ -123,12 +190,15 @@ def test_a_disk_that_says_it_is_full_is_believed() -> None:
 _held = st.builds(
     Held,
     checkpoint_id=st.text("abc", min_size=1, max_size=3),
-    attempt=st.just("0" * 16),
+    attempt=st.sampled_from(["0" * 16, ""]),
     sequence=st.integers(0, 6),
     bytes_held=st.integers(0, 50),
     durable=st.booleans(),
     pending=st.booleans(),
     keep=st.booleans(),
+    launch=st.sampled_from(["this", "earlier"]),
+    coordinated=st.booleans(),
+    given_up=st.booleans(),
 )
 _many = st.lists(_held, max_size=8, unique_by=lambda one: one.checkpoint_id)
 _room = st.builds(
@@ -141,8 +211,8 @@ _room = st.builds(
 )
 
 
-@given(_many, _room, st.integers(0, 300), st.sampled_from(["block", "fail"]))
-def test_what_is_not_durable_and_what_is_newest_is_never_touched(many, room, needed, on_full):
+@given(_many, _room, st.integers(0, 300), st.sampled_from(["block", "fail", "supersede"]))
+def test_what_may_be_durable_and_what_is_newest_is_never_touched(many, room, needed, on_full):
     """O107, I6, I7."""
     decision = plan_save(many, room, needed, on_full)
     by_id = {one.checkpoint_id: one for one in many}
@@ -151,14 +221,68 @@ def test_what_is_not_durable_and_what_is_newest_is_never_touched(many, room, nee
     for evictions in (decision.evict, plan_trim(many, room), plan_freeing(many, needed)):
         for eviction in evictions:
             one = by_id[eviction.checkpoint_id]
-            assert one.durable
             assert not one.keep
             assert one.sequence < newest
-            assert one.sequence < newest_durable
+            if one.durable:
+                assert one.sequence < newest_durable
+            else:
+                assert one.given_up
+                assert not one.pending
+                assert one.sequence < newest_sound(many)
+                sounds = [other for other in many if is_sound(other)]
+                launch = max(sounds, key=lambda other: other.sequence).launch
+                assert one.sequence < newest_durable or one.launch == launch
         gone = {eviction.checkpoint_id for eviction in evictions}
-        last = max((by_id[name].sequence for name in gone), default=0)
+        last = max((by_id[name].sequence for name in gone if by_id[name].durable), default=0)
         spared = [one for one in many if one.bytes_held and one.checkpoint_id not in gone]
         assert all(one.keep or not one.durable or one.sequence >= last for one in spared)
+        if any(not by_id[name].durable for name in gone):
+            left = [one for one in spared if one.durable and not one.keep]
+            assert all(one.sequence >= min(newest, newest_durable) for one in left)
+
+
+def is_sound(one: Held) -> bool:
+    return bool(one.attempt) and (one.durable or (one.pending and not one.given_up))
+
+
+def newest_sound(many: list[Held]) -> int:
+    return max((one.sequence for one in many if is_sound(one)), default=0)
+
+
+@given(_many, _room, st.integers(0, 300))
+def test_only_what_may_be_given_up_is_and_no_more_than_needed(many, room, needed):
+    decision = plan_save(many, room, needed, "supersede")
+    for one in decision.give_up:
+        assert one.pending
+        assert one.coordinated
+        assert one.attempt
+        assert not one.keep
+        assert not one.durable
+        assert not one.given_up
+        assert one.sequence < newest_sound(many)
+    if not decision.give_up:
+        block = plan_save(many, room, needed, "block")
+        assert (decision.action, decision.evict) == (block.action, block.evict)
+        return
+    assert decision.action is Action.WAIT
+    assert not decision.evict
+
+    def without_waiting(some) -> Action:
+        after = [
+            replace(one, given_up=True, pending=False) if one.given_up or one in some else one
+            for one in many
+        ]
+        return plan_save(after, room, needed, "block").action
+
+    enough = decision.give_up
+    by_bytes = sum(one.pending for one in many) < room.pending_max
+    if by_bytes:
+        assert without_waiting(enough) is Action.ADMIT
+        assert without_waiting(enough[:-1]) is not Action.ADMIT
+    else:
+        going = sum(one.pending and one.given_up for one in many)
+        pending = sum(one.pending for one in many) - going
+        assert pending - len(enough) >= room.pending_max - 1
 
 
 @given(_many, _room, st.integers(0, 300))
