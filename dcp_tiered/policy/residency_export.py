@@ -2,8 +2,9 @@
 
 What is generated uses these keys of conditions only: `aws:RequestedRegion`, `aws:ResourceAccount`,
 `aws:SecureTransport` and `s3:LocationConstraint`. A key that a request does not have makes
-`StringNotEquals` true, so an unknown account is refused; `s3:LocationConstraint` alone is missing
-from good requests too, those for us-east-1, which `aws:RequestedRegion` speaks of.
+`StringNotEquals` true, so an unknown account is refused. `s3:LocationConstraint` is missing from
+good requests too, those for us-east-1: what it lacks is left to `aws:RequestedRegion`, by `Null`,
+since `...IfExists` is true without the key.
 """
 
 import json
@@ -156,7 +157,10 @@ def _guard(place: Place) -> dict[str, Any]:
 
 def _organization(place: Place) -> dict[str, Any]:
     """Return what no principal of an account may do: data elsewhere, other settings here."""
-    absent = {"StringNotEqualsIfExists": {"s3:LocationConstraint": _one_or_all(place.regions)}}
+    located = {
+        **_unless("s3:LocationConstraint", place.regions),
+        "Null": {"s3:LocationConstraint": "false"},
+    }
     return _document(
         [
             *_limits(place, WRITES),
@@ -167,7 +171,7 @@ def _organization(place: Place) -> dict[str, Any]:
                 "*",
                 _unless("aws:RequestedRegion", place.regions),
             ),
-            _statement("BucketsLocated", "Deny", _CREATE, "*", absent),
+            _statement("BucketsLocated", "Deny", _CREATE, "*", located),
             _statement("SettingsStay", "Deny", SETTINGS, place.bucket_arn()),
             _statement("ObjectsStayPrivate", "Deny", ACL_WRITES, f"{place.bucket_arn()}/*"),
             _statement("AccountStaysPrivate", "Deny", ACCOUNT_SETTINGS, "*"),
