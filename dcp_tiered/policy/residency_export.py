@@ -146,13 +146,8 @@ def _guard(place: Place) -> dict[str, Any]:
     elsewhere = _statement("OnlyThisRun", "Deny", WRITES, place.objects_arn())
     elsewhere["NotResource"] = elsewhere.pop("Resource")
     settings = sorted({*SETTINGS, *ACCOUNT_SETTINGS, *ACL_WRITES, *_CREATE})
-    return _document(
-        [
-            elsewhere,
-            *_limits(place, WRITES),
-            _statement("SettingsStay", "Deny", settings, "*"),
-        ]
-    )
+    stay = _statement("SettingsStay", "Deny", settings, "*")
+    return _document([elsewhere, *_limits(place), stay])
 
 
 def _organization(place: Place) -> dict[str, Any]:
@@ -163,14 +158,7 @@ def _organization(place: Place) -> dict[str, Any]:
     }
     return _document(
         [
-            *_limits(place, WRITES),
-            _statement(
-                "BucketsInRegion",
-                "Deny",
-                _CREATE,
-                "*",
-                _unless("aws:RequestedRegion", place.regions),
-            ),
+            *_limits(place, *_CREATE),
             _statement("BucketsLocated", "Deny", _CREATE, "*", located),
             _statement("SettingsStay", "Deny", SETTINGS, place.bucket_arn()),
             _statement("ObjectsStayPrivate", "Deny", ACL_WRITES, f"{place.bucket_arn()}/*"),
@@ -179,11 +167,14 @@ def _organization(place: Place) -> dict[str, Any]:
     )
 
 
-def _limits(place: Place, writes: Sequence[str]) -> list[dict[str, Any]]:
+def _limits(place: Place, *more: str) -> list[dict[str, Any]]:
+    """Deny writes, and what else is bound to regions, in other places than the policy's."""
+    region = _unless("aws:RequestedRegion", place.regions)
+    owner = _unless("aws:ResourceAccount", place.owners)
     plain = {"Bool": {"aws:SecureTransport": "false"}}
     return [
-        _statement("Region", "Deny", writes, "*", _unless("aws:RequestedRegion", place.regions)),
-        _statement("Owner", "Deny", writes, "*", _unless("aws:ResourceAccount", place.owners)),
+        _statement("Region", "Deny", (*more, *WRITES), "*", region),
+        _statement("Owner", "Deny", WRITES, "*", owner),
         _statement("Encrypted", "Deny", ("s3:*",), "*", plain),
     ]
 

@@ -162,14 +162,7 @@ def amazon(server: Amazon, monkeypatch) -> Amazon:
     }
     del bucket.settings["ownershipControls"]
     server.account_blocks[ACCOUNT] = BLOCKED
-    proxies = server.options(REGION)["config_kwargs"]["proxies"]
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "k",
-        "AWS_SECRET_ACCESS_KEY": "s",
-        "AWS_DEFAULT_REGION": REGION,
-        "AWS_CA_BUNDLE": str(server.ca),
-        "HTTPS_PROXY": proxies["https"],
-    }.items():
+    for name, value in server.environment(REGION).items():
         monkeypatch.setenv(name, value)
     return server
 

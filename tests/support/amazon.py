@@ -179,6 +179,17 @@ class Amazon:
             "config_kwargs": {"proxies": {"https": proxy, "http": proxy}},
         }
 
+    def environment(self, region: str) -> dict[str, str]:
+        """Return the environment of somebody who gives no options."""
+        proxy = f"http://127.0.0.1:{self._server.server_port}"
+        return {
+            "AWS_ACCESS_KEY_ID": "k",
+            "AWS_SECRET_ACCESS_KEY": "s",
+            "AWS_DEFAULT_REGION": region,
+            "AWS_CA_BUNDLE": str(self.ca),
+            "HTTPS_PROXY": proxy,
+        }
+
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
