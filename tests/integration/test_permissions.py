@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_tiered import TieredReader, TieredWriter
 from dcp_tiered.cli import main
 from dcp_tiered.policy.permissions import ROLES
-from tests.conftest import QUICK, Run
+from tests.conftest import Run
 from tests.support import runs
 from tests.support.amazon import ACCOUNT, BLOCKED, OPEN, Amazon, access_list, replication
 from tests.support.fault_proxy import FaultProxy, refuse
@@ -108,6 +108,10 @@ def test_trainer(s3_run: Run, proxy: FaultProxy, credentials):
         save(arguments, "step-2")
         runs.wait(arguments, "step-1")
     assert used(proxy) == ROLES["trainer"].actions()
+    proxy.inject(None, refuse(403, "AccessDenied"))
+    with runs.no_flusher(s3_run):
+        save(arguments, "step-3")  # without any permission it saves as well
+    assert runs.shards(s3_run, "step-3")
 
 
 def test_flusher_uploads(s3_run: Run, proxy: FaultProxy, credentials):
@@ -127,8 +131,9 @@ def test_flusher_uploads(s3_run: Run, proxy: FaultProxy, credentials):
 
 
 def test_reader(s3_run: Run, proxy: FaultProxy, credentials, capsys):
-    save(s3_run.arguments(), "step-1")
-    runs.wait(s3_run.arguments(), "step-1")
+    with runs.no_flusher(s3_run):
+        save(s3_run.arguments(), "step-1")
+    assert main(["flush", str(s3_run.local), "--timeout", "60"]) == 0
     reading = {**s3_run.durable_only(), "s3": runs.behind(s3_run, proxy.endpoint)["s3"]}
     target = {"w": torch.zeros(1_500_000, dtype=torch.int64)}
     reader = TieredReader(**reading)
@@ -188,12 +193,15 @@ def test_checker(amazon: Amazon, policy: Path, capsys):
 
 
 def test_flusher_looks(amazon: Amazon, policy: Path, local: Path):
-    run = {"url": f"tiered::s3://ckpt/run-{uuid.uuid4().hex[:8]}", "local": str(local)}
-    arguments = {**run, "limits": QUICK, "s3": amazon.options(REGION), "residency": policy}
-    runs.save(arguments, "step-1", 1)
-    runs.wait(arguments, "step-1")
-    # What it uploads with is seen behind the other server, which has uploads in parts.
-    assert ROLES["checker"].actions() <= used_on(amazon) <= ROLES["flusher"].actions()
+    url, options = f"tiered::s3://ckpt/run-{uuid.uuid4().hex[:8]}", {"s3": amazon.options(REGION)}
+    run = Run(url=url, local=local, options={**options, "residency": policy})
+    with runs.no_flusher(run):
+        runs.save(run.arguments(), "step-1", 1)
+    amazon.log.clear()
+    assert main(["flush", str(local), "--timeout", "60"]) == 0
+    # Uploads in parts are seen behind the other server.
+    in_parts = {"s3:AbortMultipartUpload", "s3:ListBucketMultipartUploads"}
+    assert used_on(amazon) == ROLES["flusher"].actions() - in_parts
 
 
 def listed(document: dict[str, Any]) -> set[str]:
