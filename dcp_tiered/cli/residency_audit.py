@@ -11,7 +11,7 @@ from rich.table import Table
 
 from dcp_tiered import config
 from dcp_tiered.cli import common
-from dcp_tiered.errors import CorruptError, InvalidError, ResidencyError
+from dcp_tiered.errors import AbsentError, CorruptError, InvalidError, ResidencyError
 from dcp_tiered.format.residency import Evidence, Verdict
 from dcp_tiered.policy import residency_schema
 from dcp_tiered.services.audit import AuditedCheckpoint, AuditedRecord, audit
@@ -31,6 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Show every commit of a run with its evidence; writes nothing anywhere.
 
     Raises:
+        AbsentError: There is nothing: a mistyped URL must not pass for a clean run.
         InvalidError: The policy or an option cannot be right, or the run is local only.
         UnavailableError: The store does not answer.
     """
@@ -45,6 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
         found = audit(built.durable, policy, datetime.now(UTC))
     finally:
         built.close()
+    if not found:
+        raise AbsentError(
+            "no checkpoint of this run is there", "durable", arguments.url, "Look at the URL."
+        )
     if arguments.json:
         for line in _lines(found):
             print(json.dumps(line))
@@ -126,7 +131,7 @@ def _print(found: list[AuditedCheckpoint]) -> None:
         out.print(left)
     records = [record.finding for one in found for record in one.records]
     counted = ", ".join(f"{records.count(name)} {name}" for name in sorted(set(records)))
-    out.print(f"{len(records)} commits: {counted or 'none'}; {left.row_count} objects uncommitted")
+    out.print(f"records: {counted or 'none'}; uncommitted objects: {left.row_count}")
 
 
 def _cells(record: AuditedRecord) -> Iterator[str]:

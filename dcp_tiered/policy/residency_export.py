@@ -9,7 +9,7 @@ since `...IfExists` is true without the key.
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dcp_tiered.errors import InvalidError
@@ -180,15 +180,9 @@ def _limits(place: Place, *more: str) -> list[dict[str, Any]]:
 
 
 def _endpoint(place: Place) -> dict[str, Any]:
-    """Return what passes a VPC endpoint: what the roles do on this bucket; all else is refused."""
-    here = {"StringEquals": {"aws:ResourceAccount": _one_or_all(place.owners)}}
-    objects = {action for role in ROLES.values() for action in role.objects}
-    bucket = {action for role in ROLES.values() for action in (*role.bucket, *role.buckets)}
-    statements = [
-        _statement("Objects", "Allow", sorted(objects), place.objects_arn(), here),
-        _statement("Bucket", "Allow", sorted(bucket), place.bucket_arn(), here),
-    ]
-    return _document([{**statement, "Principal": "*"} for statement in statements])
+    """Return what passes a VPC endpoint: what a flusher does, which is all; else is refused."""
+    document = _grant(place, replace(ROLES["flusher"], keys=()))
+    return _document([{**statement, "Principal": "*"} for statement in document["Statement"]])
 
 
 def _statement(

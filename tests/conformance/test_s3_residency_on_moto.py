@@ -5,14 +5,18 @@ nor transfer acceleration of a bucket; those are played in tests/unit/tiers/test
 """
 
 import json
+import socket
+import subprocess
+import sys
+import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
 import botocore.session
 import pytest
-from moto.server import ThreadedMotoServer
 
 from dcp_tiered.format.residency import Fact, Observed, Verdict
 from dcp_tiered.policy.residency import decide
@@ -29,12 +33,25 @@ BLOCKS = ("BlockPublicAcls", "IgnorePublicAcls", "BlockPublicPolicy", "RestrictP
 
 
 @pytest.fixture(scope="module")
-def moto() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"{host}:{port}"
-    server.stop()
+def moto(tmp_path_factory) -> Iterator[str]:
+    """moto in a process of its own: imported here, it would hook itself into every client."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    log = tmp_path_factory.mktemp("moto") / "log"
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, stdout=output, stderr=output) as server,
+    ):
+        try:
+            for _ in range(600):
+                assert server.poll() is None, log.read_text()
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                    break
+                time.sleep(0.1)
+            yield f"127.0.0.1:{port}"
+        finally:
+            server.terminate()
 
 
 class Owner:

@@ -83,7 +83,7 @@ def test_a_table_says_the_same(bucket: Bucket, capsys):
     shown = capsys.readouterr().out
     for text in ("no policy", "superseded", "s3://ckpt", ACCOUNT, "ALLOW:", LOST):
         assert text in shown, text
-    assert "2 commits: 1 evidence, 1 no policy; 1 objects uncommitted" in shown
+    assert "records: 1 evidence, 1 no policy; uncommitted objects: 1" in shown
 
 
 def test_the_exit_code_tells_what_was_found(bucket: Bucket, tmp_path: Path, capsys):
@@ -105,6 +105,10 @@ def test_the_exit_code_tells_what_was_found(bucket: Bucket, tmp_path: Path, caps
     assert (damaged["finding"], damaged["evidence"]) == ("damaged", None)
     policy.write_text("allow = 3")
     assert main(command) == 3
+
+
+def test_nothing_is_no_clean_run(bucket: Bucket):
+    assert main(["residency", "audit", f"{URL}-mistyped"]) == 7
 
 
 def test_what_a_store_says_is_no_markup_and_no_command_to_a_terminal(bucket: Bucket, capsys):

@@ -159,9 +159,12 @@ def test_a_role_is_allowed_what_it_needs_there_and_only_there(role):
 
 def test_an_endpoint_lets_pass_what_the_roles_do_on_this_bucket():
     document = made("vpce")
+    for name, role in ROLES.items():
+        on = dict.fromkeys(role.objects, HERE) | dict.fromkeys(role.account, "*")
+        for action in role.actions():
+            resource = on.get(action, "arn:aws:s3:::ckpt")
+            assert effects(document, action, resource, GOOD) == {"Allow"}, (name, action)
     assert {one["Principal"] for one in document["Statement"]} == {"*"}
-    assert effects(document, "s3:PutObject", HERE, GOOD) == {"Allow"}
-    assert effects(document, "s3:ListBucket", "arn:aws:s3:::ckpt", GOOD) == {"Allow"}
     assert effects(document, "s3:PutObject", "arn:aws:s3:::other/run42/x", GOOD) == set()
     other = GOOD | {"aws:ResourceAccount": "999999999999"}
     assert effects(document, "s3:PutObject", HERE, other) == set()

@@ -142,6 +142,40 @@ def test_another_policy_judges_what_was_seen(store: Store):
     assert "not in the policy: aws:eu-central-1" in error.message
 
 
+@pytest.mark.parametrize(
+    ("target", "facts", "good", "bad"),
+    [
+        (
+            "file:///lustre",
+            {"mount": ["site_id=fra", "fstype=lustre"], "not_public": [], "replication": []},
+            {"provider": "posix", "site_id": "fra"},
+            {"provider": "posix", "site_id": "par"},
+        ),
+        (
+            "https://s3.dc1.example/ckpt",
+            {
+                "location": ["s3compat:dc1"],
+                "not_public": [],
+                "replication": [],
+                "encryption": ["key of the store"],
+                "endpoint": ["https://s3.dc1.example"],
+                "tls": [],
+            },
+            {"provider": "s3compat", "endpoint": "https://s3.dc1.example"},
+            {"provider": "s3compat", "endpoint": "https://s3.dc2.example"},
+        ),
+    ],
+)
+def test_targets_of_other_kinds_are_told_by_their_scheme(store, target, facts, good, bad):
+    rows = [
+        {"name": name, "verdict": "ALLOW", "values": values, "evidence": "seen"}
+        for name, values in facts.items()
+    ]
+    store.log("step-1", commit(residency=stored() | {"target": target, "facts": rows}))
+    assert store.findings({"allow": [good]}) == [("committed", "evidence")]
+    assert store.findings({"allow": [bad]}) == [("committed", "not allowed")]
+
+
 def test_what_was_not_looked_at_is_not_allowed(store: Store):
     said = stored()
     said["facts"] = [fact for fact in said["facts"] if fact["name"] != "replication"]
