@@ -185,7 +185,7 @@ def settings(
         on_full=_choice("on_full", on_full, tiered, ON_FULL),
         on_local_full=through,
         limits=_checked(limits or _limits(tiered.get("limits") or {})),
-        residency=_residency(tiered.get("residency") if residency is None else residency),
+        residency=residency_source(tiered.get("residency") if residency is None else residency),
     )
 
 
@@ -402,8 +402,12 @@ def _choice(
     return chosen
 
 
-def _residency(given: Any) -> Mapping[str, Any] | str | None:
-    """Return a policy, or the text of the file that holds it."""
+def residency_source(given: Any) -> Mapping[str, Any] | str | None:
+    """Return a policy, or the text of the file that holds it.
+
+    Raises:
+        InvalidError: The file cannot be read.
+    """
     if given is None or isinstance(given, Mapping):
         return given
     try:

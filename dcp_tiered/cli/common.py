@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
+from rich.text import Text
 
 from dcp_tiered import config, errors, stack
 from dcp_tiered.errors import AbsentError, InvalidError, TieredError
@@ -34,6 +35,11 @@ def console() -> Console:
     """Return where tables go; wide enough not to cut names when the output is no terminal."""
     plain = Console()
     return plain if plain.is_terminal else Console(width=200)
+
+
+def cell(text: str) -> Text:
+    """Return text from a store for a table: no markup, nothing that a terminal would obey."""
+    return Text("".join(c if c.isprintable() or c == "\n" else "?" for c in text))
 
 
 def add_option_argument(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,7 @@
-"""`dcp-tiered residency check URL`: every fact about a run's target, and whether it is allowed."""
+"""`dcp-tiered residency check URL`: every fact about a run's target, and whether it is allowed.
+
+The other actions are in files of their own.
+"""
 
 import argparse
 import json
@@ -7,14 +10,14 @@ from typing import Any
 from rich.table import Table
 
 from dcp_tiered import stack
-from dcp_tiered.cli import common
+from dcp_tiered.cli import common, residency_audit, residency_export
 from dcp_tiered.policy.residency import Decision, Judged
 from dcp_tiered.services.residency import refusal
 
 
 def register(commands: Any) -> None:
     """Add the command."""
-    parser = commands.add_parser("residency", help="check where a run may be flushed to")
+    parser = commands.add_parser("residency", help="where a run may be flushed to, and went")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     check = actions.add_parser("check", help="look at a target and hold it to a policy")
     check.add_argument("url", metavar="URL", help="the run, such as tiered::s3://bucket/run42")
@@ -22,6 +25,8 @@ def register(commands: Any) -> None:
     check.add_argument("--json", action="store_true", help="one JSON object")
     common.add_option_argument(check)
     check.set_defaults(run=run)
+    residency_audit.register(actions)
+    residency_export.register(actions)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,7 +51,8 @@ def _print(decision: Decision) -> None:
     table = Table("fact", "verdict", "evidence", "missing permission", "call", title=title)
     for one in decision.judged:
         fact = one.fact
-        table.add_row(fact.name, _verdict(one), fact.evidence, fact.permission, fact.call)
+        cells = (fact.name, _verdict(one), fact.evidence, fact.permission, fact.call)
+        table.add_row(*map(common.cell, cells))
     common.console().print(table)
     if decision.rule is None:
         print("the policy has no rule for such a target")

@@ -5,10 +5,12 @@ A tier says what it sees, the policy says what that means; both speak in these v
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
 from dcp_tiered.errors import CorruptError
+from dcp_tiered.format.fields import rows, shown, text
 
 FACTS = (
     "location",
@@ -24,6 +26,10 @@ STORE_KEY = "key of the store"
 """The value of `encryption` where no key of a customer is used."""
 _EVIDENCE_CHARS_MAX = 400
 _RECORD_KEYS_MAX = 16
+_TEXT_CHARS_MAX = 4096
+_ROWS_MAX = 256
+_PROVIDERS = {"s3": "aws", "https": "s3compat", "http": "s3compat", "file": "posix"}
+"""By the scheme of a target."""
 
 
 class Verdict(StrEnum):
@@ -67,6 +73,33 @@ class Observed:
     facts: tuple[Fact, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vouched:
+    """Who answered for an unknown fact when a checkpoint was committed."""
+
+    fact: str
+    by: str
+    reason: str
+    expires: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a record keeps of why its checkpoint may lie where it does."""
+
+    policy_sha256: str
+    rule: str | None
+    checked_at: datetime
+    """When the target was looked at, UTC."""
+    observed: Observed
+    """Facts as the policy of that time had judged them; how they were asked is not kept."""
+    vouched: tuple[Vouched, ...]
+
+    def values(self, name: str) -> tuple[str, ...]:
+        """Return the values of a fact, none where it was not looked at."""
+        return next((fact.values for fact in self.observed.facts if fact.name == name), ())
+
+
 def worst(name: str, facts: Iterable[Fact]) -> Fact:
     """Return several findings about one fact as one: the worst verdict, and what led to it.
 
@@ -108,3 +141,62 @@ def check_stored(value: object) -> Mapping[str, Any] | None:
     if value is None or (isinstance(value, dict) and len(value) <= _RECORD_KEYS_MAX):
         return value
     raise CorruptError("'residency' is not an object")
+
+
+def read_evidence(stored: Mapping[str, Any]) -> Evidence:
+    """Return the residency field of a record as values.
+
+    Raises:
+        CorruptError: It is not what `stored_fact` and a decision make.
+    """
+    target = text(stored, "target", _TEXT_CHARS_MAX)
+    provider = _PROVIDERS.get(target.partition("://")[0])
+    if provider is None:
+        raise CorruptError(f"target {shown(target)} is of no known kind")
+    facts = tuple(_fact(_object(row)) for row in _some(stored, "facts"))
+    return Evidence(
+        policy_sha256=text(stored, "policy_sha256", 64),
+        rule=None if stored.get("rule") is None else text(stored, "rule", _TEXT_CHARS_MAX),
+        checked_at=_moment(text(stored, "checked_at", 40)),
+        observed=Observed(target=target, provider=provider, facts=facts),
+        vouched=tuple(_vouched(_object(row)) for row in _some(stored, "attestations")),
+    )
+
+
+def _fact(row: Mapping[str, Any]) -> Fact:
+    values = _some(row, "values")
+    verdict = text(row, "verdict", 10)
+    if verdict not in tuple(Verdict) or not all(isinstance(value, str) for value in values):
+        raise CorruptError(f"fact {shown(row.get('name'))} is malformed")
+    return Fact(
+        name=text(row, "name", 40),
+        verdict=Verdict(verdict),
+        evidence=text(row, "evidence", _EVIDENCE_CHARS_MAX),
+        values=tuple(value[:_TEXT_CHARS_MAX] for value in values),
+    )
+
+
+def _vouched(row: Mapping[str, Any]) -> Vouched:
+    names = ("fact", "by", "reason", "expires")
+    return Vouched(**{name: text(row, name, _TEXT_CHARS_MAX) for name in names})
+
+
+def _object(row: object) -> Mapping[str, Any]:
+    if isinstance(row, dict):
+        return row
+    raise CorruptError(f"{shown(row)} is not an object")
+
+
+def _some(fields: Mapping[str, Any], name: str) -> list[Any]:
+    found = rows(fields, name)
+    if len(found) > _ROWS_MAX:
+        raise CorruptError(f"{name!r} has more than {_ROWS_MAX} rows")
+    return found
+
+
+def _moment(value: str) -> datetime:
+    try:
+        found = datetime.fromisoformat(value)
+        return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+    except (ValueError, OverflowError) as exc:
+        raise CorruptError(f"{shown(value)} is not a time") from exc

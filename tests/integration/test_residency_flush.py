@@ -192,14 +192,7 @@ def test_a_store_that_is_down_is_no_violation(amazon, bucket, arguments):
 
 def operator(amazon: Amazon, monkeypatch) -> None:
     """Set up the environment of somebody who has nothing of the trainer's options."""
-    proxy = amazon.options(REGION)["config_kwargs"]["proxies"]["https"]
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "k",
-        "AWS_SECRET_ACCESS_KEY": "s",
-        "AWS_DEFAULT_REGION": REGION,
-        "AWS_CA_BUNDLE": str(amazon.ca),
-        "HTTPS_PROXY": proxy,
-    }.items():
+    for name, value in amazon.environment(REGION).items():
         monkeypatch.setenv(name, value)
 
 

@@ -8,13 +8,14 @@ it makes and changes by itself, and the server counts the bytes of bodies that e
         tier = S3Tier("ckpt/run", amazon.options("eu-central-1"), ...)
 """
 
+import http.client
 import re
 import ssl
 import subprocess
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -118,9 +119,15 @@ class Seen:
 
 
 class Amazon:
-    """Every host of Amazon S3, on one port."""
+    """Every host of Amazon S3, on one port.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: For its certificate.
+        upstream: Host and port of a server that answers instead, which then only sees the names.
+    """
+
+    def __init__(self, directory: Path, upstream: str | None = None) -> None:
+        self.upstream = upstream
         self.ca = directory / "ca.pem"
         self._key = directory / "key.pem"
         self.buckets: dict[str, Bucket] = {}
@@ -172,6 +179,17 @@ class Amazon:
             "config_kwargs": {"proxies": {"https": proxy, "http": proxy}},
         }
 
+    def environment(self, region: str) -> dict[str, str]:
+        """Return the environment of somebody who gives no options."""
+        proxy = f"http://127.0.0.1:{self._server.server_port}"
+        return {
+            "AWS_ACCESS_KEY_ID": "k",
+            "AWS_SECRET_ACCESS_KEY": "s",
+            "AWS_DEFAULT_REGION": region,
+            "AWS_CA_BUNDLE": str(self.ca),
+            "HTTPS_PROXY": proxy,
+        }
+
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -200,6 +218,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {name.lower(): value for name, value in self.headers.items()}
         path = urlsplit(self.path)
         self.amazon.log.append(Seen(host, self.command, self.path, headers))
+        if self.amazon.upstream is not None:
+            return self._pass_on(self.amazon.upstream, body)
         query = parse_qs(path.query, keep_blank_values=True)
         control, found = _CONTROL.fullmatch(host), _HOST.fullmatch(host)
         if control:
@@ -227,6 +247,13 @@ class _Handler(BaseHTTPRequestHandler):
         return self._object(bucket, key, query, body)
 
     do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = do  # noqa: N815 - http.server's names
+
+    def _pass_on(self, upstream: str, body: bytes) -> None:
+        server = http.client.HTTPConnection(upstream, timeout=30)
+        with closing(server):
+            server.request(self.command, self.path, body, dict(self.headers))
+            reply = server.getresponse()
+            self._reply(reply.status, reply.read(), dict(reply.getheaders()))
 
     def _setting(self, name: str, value: str | None) -> None:
         if name in self.amazon.faults:
@@ -292,7 +319,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for name, value in (headers or {}).items():
-            if value:
+            if value and name.lower() not in ("content-length", "connection", "transfer-encoding"):
                 self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
