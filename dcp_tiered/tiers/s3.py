@@ -25,7 +25,7 @@ from dcp_tiered.errors import (
 )
 from dcp_tiered.format.residency import Observed
 from dcp_tiered.interfaces import ObjectInfo, Source
-from dcp_tiered.tiers.s3_body import Window, damaged
+from dcp_tiered.tiers.s3_body import Window, damaged, filling
 from dcp_tiered.tiers.s3_errors import ChecksumRefusedError, too_short, transport_errors
 from dcp_tiered.tiers.s3_pins import Pin
 from dcp_tiered.tiers.s3_requests import S3Requests, crc_header, crc_value
@@ -39,7 +39,6 @@ _PART_BYTES_MIN = 5 << 20
 _PART_BYTES_MAX = 5 << 30
 
 _PART_THREADS = 3
-_READ_BYTES = 256 << 10
 _BYTES_PER_SECOND_MIN = 256 << 10
 """An upload slower than this is not tried on: see `S3Tier.upload`."""
 _TIDY_S = 5.0
@@ -148,7 +147,7 @@ class S3Tier:
                         f"object of {length} bytes exceeds {bytes_max}", self.name, self._where(key)
                     )
                 buffer = bytearray(length)
-                done = sum(_filling(body, memoryview(buffer)))
+                done = sum(filling(body, memoryview(buffer)))
                 # botocore compares the checksum when it meets the end, not a byte before.
                 if done != length or body.read(1):
                     raise OSError(f"reply has other than {length} bytes")
@@ -173,7 +172,7 @@ class S3Tier:
                     raise CorruptError("store ignored the range", self.name, self._where(key))
                 before = done
                 try:
-                    for count in _filling(body, buffer[done:]):
+                    for count in filling(body, buffer[done:]):
                         done += count
                 except transport_errors():
                     if done == before:
@@ -456,15 +455,3 @@ def _whole_crc(reply: Mapping[str, Any]) -> int | None:
     stored = reply.get("ChecksumCRC32C")
     whole = reply.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
     return crc_value(stored) if stored and whole and "-" not in stored else None
-
-
-def _filling(stream: Any, buffer: memoryview) -> Iterator[int]:
-    """Fill a buffer from a reply and yield the size of each step; end early when the reply does."""
-    done = 0
-    while done < len(buffer):
-        data = stream.read(min(_READ_BYTES, len(buffer) - done))
-        if not data:
-            return
-        buffer[done : done + len(data)] = data
-        done += len(data)
-        yield len(data)
