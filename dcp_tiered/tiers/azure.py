@@ -18,7 +18,7 @@ from dcp_tiered.errors import (
     UnavailableError,
 )
 from dcp_tiered.interfaces import ObjectInfo
-from dcp_tiered.tiers.http_errors import RefusedError, scrubbed, translate_refusal
+from dcp_tiered.tiers.http_errors import RefusedError, need_library, scrubbed, translate_refusal
 from dcp_tiered.tiers.object_client import Body, Page
 from dcp_tiered.tiers.s3_errors import TIER
 
@@ -61,7 +61,8 @@ class AzurePlace:
         request_timeout_s: Longest silence of the store within one request.
 
     Raises:
-        InvalidError: There is no account, or an option is one that adlfs obeys and this would not.
+        InvalidError: The library is not installed, no account is named, or an option is one that
+            adlfs obeys and this would not.
     """
 
     chunk_bytes = 1
@@ -73,6 +74,7 @@ class AzurePlace:
         self.url = f"az://{container}"
         self._options = dict(options)
         self._timeout_s = request_timeout_s
+        need_library("azure.storage.blob", "azure", self.url)
         if options.get("location_mode", "primary") != "primary":
             raise InvalidError(
                 "az option location_mode is not supported", TIER, self.url, "Leave it out."

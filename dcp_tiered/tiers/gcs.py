@@ -24,7 +24,7 @@ from dcp_tiered.errors import (
 )
 from dcp_tiered.interfaces import ObjectInfo
 from dcp_tiered.tiers.gcs_credentials import Signer, TokenError, credentials
-from dcp_tiered.tiers.http_errors import RefusedError, scrubbed, translate_refusal
+from dcp_tiered.tiers.http_errors import RefusedError, need_library, scrubbed, translate_refusal
 from dcp_tiered.tiers.object_client import Body, Page
 from dcp_tiered.tiers.s3_body import filling
 from dcp_tiered.tiers.s3_errors import TIER
@@ -64,7 +64,8 @@ class GcsPlace:
         connections_max: Requests on their way at once.
 
     Raises:
-        InvalidError: An option is one that gcsfs obeys and this would not.
+        InvalidError: The library is not installed, or an option is one that gcsfs obeys and this
+            would not.
     """
 
     chunk_bytes = 256 << 10
@@ -81,6 +82,7 @@ class GcsPlace:
         self._options = dict(options)
         self._timeout_s = request_timeout_s
         self._connections_max = connections_max
+        need_library("google.auth.transport.requests", "gcs", self.url)
         if options.get("requester_pays"):
             raise InvalidError(
                 "gs option requester_pays is not supported", TIER, self.url, "Leave it out."

@@ -3,6 +3,7 @@
 What S3 says is in `s3_errors`, which also has what both share: statuses, and errors without a code.
 """
 
+import importlib
 import re
 
 from dcp_tiered.errors import InvalidError, ResidencyError, TieredError, UnavailableError
@@ -65,3 +66,16 @@ def translate_refusal(
 def scrubbed(exc: Exception) -> str:
     """Return the text of an exception without what would let its reader into the store."""
     return _SIGNED.sub(r"\1=...", str(exc))
+
+
+def need_library(name: str, extra: str, where: str) -> None:
+    """Pass when the client library of a store is installed.
+
+    Raises:
+        InvalidError: It is not; the hint has the command.
+    """
+    try:
+        importlib.import_module(name)
+    except ImportError as exc:
+        hint = f"pip install 'dcp-tiered[{extra}]'"
+        raise InvalidError(f"{name} is not installed", TIER, where, hint) from exc

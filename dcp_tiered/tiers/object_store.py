@@ -26,11 +26,11 @@ from dcp_tiered.tiers.object_client import Body, Client, Place
 from dcp_tiered.tiers.s3_body import Window, damaged
 from dcp_tiered.tiers.s3_errors import too_short
 from dcp_tiered.tiers.store_requests import StoreRequests
+from dcp_tiered.tiers.stored_crc import stored_crc32c
 
 _log = logging.getLogger(__name__)
 _PARTS_MAX = 10_000
 """Azure takes 50,000 and Google any number; a part of a hundredth of a pack is small enough."""
-_READ_BACK_BYTES = 8 << 20
 _BYTES_PER_SECOND_MIN = 256 << 10
 """An upload slower than this is not tried on, as in S3."""
 _TIDY_S = 5.0
@@ -111,6 +111,9 @@ class ObjectStoreTier:
                 "The upload is tried again; if this persists, the store loses data.",
             )
         return info
+
+    def drop_uploads(self, prefix: str) -> None:
+        """Do nothing: these stores drop what was begun and not ended by themselves."""
 
     def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole; see `Tier.get`."""
@@ -260,22 +263,12 @@ class ObjectStoreTier:
         """
         is_same = _same(found, source)
         if is_same and found.crc32c is None:
-            is_same = self._read_back(found) == source.crc32c
+            is_same = stored_crc32c(self, found.key, found.length) == source.crc32c
         if not is_same:
             raise CorruptError(
                 "object is there with other bytes than ours", self.name, self._where(found.key)
             )
         return found
-
-    def _read_back(self, found: ObjectInfo) -> int:
-        crc, at = 0, 0
-        buffer = memoryview(bytearray(min(_READ_BACK_BYTES, found.length)))
-        while at < found.length:
-            part = buffer[: min(len(buffer), found.length - at)]
-            self.read_into(found.key, at, part)
-            crc = crc32c(part, crc)
-            at += len(part)
-        return crc
 
     def _part(self, source: Source) -> int:
         """Return the size of the parts: what is wanted, so large that there are not too many."""

@@ -30,12 +30,15 @@ from dcp_tiered.tiers.s3_errors import ChecksumRefusedError, too_short, transpor
 from dcp_tiered.tiers.s3_pins import Pin
 from dcp_tiered.tiers.s3_requests import S3Requests, crc_header, crc_value
 from dcp_tiered.tiers.s3_residency import observe
+from dcp_tiered.tiers.stored_crc import stored_crc32c
 
 _log = logging.getLogger(__name__)
 
 # S3's own limits; compatible stores copy them.
 _PARTS_MAX = 10_000
 _PART_BYTES_MIN = 5 << 20
+PART_BYTES_WORTH = 16 << 20
+"""Smaller parts cost more requests than they are worth; see `stack`."""
 _PART_BYTES_MAX = 5 << 30
 
 _PART_THREADS = 3
@@ -242,8 +245,11 @@ class S3Tier:
             return None
 
     def _ours(self, found: ObjectInfo, source: Source) -> ObjectInfo:
-        """Return what is there if it is the source."""
-        if not _same(found, source):
+        """Return what is there if it is the source; it is read where the store keeps no checksum."""
+        is_same = _same(found, source)
+        if is_same and found.crc32c is None:
+            is_same = stored_crc32c(self, found.key, found.length) == source.crc32c
+        if not is_same:
             raise CorruptError(
                 "object is there with other bytes than ours", self.name, self._where(found.key)
             )
@@ -276,7 +282,7 @@ class S3Tier:
 
         def begin() -> dict[str, str]:
             # On every try: one whose reply is lost leaves an upload that nobody knows the id of.
-            self._abort_stale(key)
+            self.drop_uploads(key)
             return {}
 
         made = self._summed("create_multipart_upload", key, _ALGORITHM, fresh=begin, until=until)
@@ -358,17 +364,17 @@ class S3Tier:
             raise damaged(key)
         return entries
 
-    def _abort_stale(self, key: str) -> None:
-        """Abort uploads of this very key that a killed predecessor or a lost reply left open."""
-        full = self._key(key)
+    def drop_uploads(self, prefix: str) -> None:
+        """Abort uploads that a killed predecessor or a lost reply left open, one page of them."""
+        full, cut = self._key(prefix), len(self._prefix) + 1
         try:
             reply = self._call("list_multipart_uploads", None, retry_s=_TIDY_S, Prefix=full)
         except TieredError as exc:
             _log.info("cannot list open uploads, leaving them to the bucket's lifecycle: %s", exc)
             return
         for upload in reply.get("Uploads") or ():
-            if upload["Key"] == full:
-                self._abort(key, upload["UploadId"])
+            if upload["Key"].startswith(full):
+                self._abort(upload["Key"][cut:], upload["UploadId"])
 
     def _abort(self, key: str, upload: str) -> None:
         try:

@@ -1,6 +1,7 @@
 """ObjectStoreTier keeps the promise of `Tier` on Azurite."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from dcp_tiered.tiers.azure import AzurePlace
 from dcp_tiered.tiers.object_store import ObjectStoreTier
 from tests.conformance.tier_suite import PART_BYTES, TierSuite
+from tests.support.round_trip import round_trip
 from tests.support.servers import AzureStore, azure_store
 
 
@@ -62,3 +64,17 @@ class TestAzureTier(TierSuite):
     def _tier(self, root: str, connection_string: str) -> ObjectStoreTier:
         place = AzurePlace(self.server.container, {"connection_string": connection_string}, 10)
         return ObjectStoreTier(place, root, request_retry_s=10, part_bytes=PART_BYTES)
+
+
+def test_a_run_goes_through_azure_and_back(server: AzureStore, container: Any, local: Path) -> None:
+    text = server.connection_string()
+    url = f"tiered::az://{server.container}/through"
+    round_trip(url, local, {"az": server.options()}, AZURE_STORAGE_CONNECTION_STRING=text)
+    names = {
+        name.removeprefix("through/")
+        for name in container.list_blob_names(name_starts_with="through/")
+    }
+    assert {"step-1/record-1.json", "step-2/record-1.json"} <= names
+    packs = {name for name in names if name.endswith(".pack")}
+    assert len(packs) == 2
+    assert {f"{name}.ok" for name in packs} <= names  # read back, since no checksum is kept

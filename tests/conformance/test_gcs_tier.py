@@ -1,6 +1,7 @@
 """ObjectStoreTier keeps the promise of `Tier` on a server that speaks Google's API."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from dcp_tiered.tiers.gcs import GcsPlace
 from dcp_tiered.tiers.object_store import ObjectStoreTier
 from tests.conformance.tier_suite import PART_BYTES, TierSuite
+from tests.support.round_trip import round_trip
 from tests.support.servers import GoogleStore, google_store
 
 
@@ -56,3 +58,12 @@ class TestGcsTier(TierSuite):
         return ObjectStoreTier(
             GcsPlace(bucket, options, 10, 16), root, request_retry_s=10, part_bytes=PART_BYTES
         )
+
+
+def test_a_run_goes_through_google_and_back(server: GoogleStore, local: Path) -> None:
+    url = f"tiered::gs://{server.bucket}/through"
+    round_trip(url, local, {"gs": server.options()}, FSSPEC_GCS_TOKEN="anon")
+    names = {name.removeprefix("through/") for name in server.objects("through/")}
+    assert {"step-1/record-1.json", "step-2/record-1.json"} <= names
+    packs = [name for name in names if "/packs/" in name]
+    assert len(packs) == 2  # the store keeps a checksum, so nothing else says that they are sound

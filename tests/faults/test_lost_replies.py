@@ -39,8 +39,8 @@ def test_a_lost_reply_is_no_failure(
 ) -> None:
     arguments = runs.behind(s3_run, proxy.endpoint)
     large = "partNumber" in pattern or "upload" in pattern
-    values = torch.arange(3_000_000 if large else 1000, dtype=torch.int32)
-    limits = replace(s3_run.limits, part_bytes=5 << 20, request_retry_s=20.0)
+    values = torch.arange(5_000_000 if large else 1000, dtype=torch.int32)
+    limits = replace(s3_run.limits, part_bytes=16 << 20, request_retry_s=20.0)
     fault = proxy.add("drop_reply", method, pattern)
     with TieredWriter(**{**arguments, "limits": limits}) as writer:
         dcp.save({"v": values}, checkpoint_id="a", storage_writer=writer)

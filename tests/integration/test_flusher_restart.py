@@ -20,8 +20,8 @@ from tests.support.storage_check import Eyes
 from tests.support.workers import await_that
 
 RANKS = 4
-VALUES = 1_500_000
-PART_BYTES = 5 << 20
+VALUES = 2_200_000
+PART_BYTES = 16 << 20
 
 
 def save(rank: int, arguments: dict[str, Any]) -> None:
