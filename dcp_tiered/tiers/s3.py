@@ -245,7 +245,7 @@ class S3Tier:
             return None
 
     def _ours(self, found: ObjectInfo, source: Source) -> ObjectInfo:
-        """Return what is there if it is the source; it is read where the store keeps no checksum."""
+        """Return what is there if it is the source; it is read where the store keeps no sum."""
         is_same = _same(found, source)
         if is_same and found.crc32c is None:
             is_same = stored_crc32c(self, found.key, found.length) == source.crc32c
