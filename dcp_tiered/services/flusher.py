@@ -7,7 +7,7 @@ goes on (I11). Nothing here decides what a checkpoint is: the catalog does.
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dcp_tiered.config import Limits
@@ -40,6 +40,8 @@ _BAD_TRIES_MAX = 3
 """Bytes that are wrong in memory once may be right the next time; on disk they stay wrong."""
 _OTHERS_PAUSE_S = (0.25, 60.0)
 """Shortest and longest pause between two looks for packs or for a commit of other nodes."""
+_SETTLE_S = 2.0
+"""How long a record has to stand before it is believed, in a store that replaces what is there."""
 _OTHERS_PAUSE_SHARE = 0.25
 """Of the time waited so far: so the looks grow with its logarithm, and not with the time."""
 
@@ -103,6 +105,8 @@ class Flusher:
         self._limits = limits
         self._stop = stop
         self._evidence = evidence or _nothing
+        self._exclusive: bool | None = None
+        """Whether the store lets one of two writers in; None until the first commit asks."""
         self._open: dict[str, _Open] = {}
         self._changes = LocalChanges(local)
         self._reports = ReportFile(run_path=local.root)
@@ -317,7 +321,29 @@ class Flusher:
         if turn > 0:
             _log.warning("committing %s in place of node %s", head.checkpoint_id, head.node)
             self._catalog.put_manifest(published)
-        return self._catalog.commit(head, state.claim.make)
+        return self._commit(published, state.claim, turn)
+
+    def _commit(self, published: Published, claim: Claim, turn: int) -> Commit:
+        """Append the record; where the store lets two writers in, on the coordinator's node alone.
+
+        Raises:
+            IncompleteError: The commit is left to that node.
+        """
+        head = published.head
+        if self._exclusive is None:
+            self._exclusive = self._catalog.is_exclusive(published)
+            if not self._exclusive:
+                _log.warning("the store replaces what is there: no other node takes a commit over")
+        if self._exclusive:
+            return self._catalog.commit(head, claim.make)
+        if turn > 0:
+            raise IncompleteError(
+                f"the store does not keep two writers apart, so only node {head.node} may commit",
+                "durable",
+                head.checkpoint_id,
+                "Start a flusher on that node; if it is lost, load an older checkpoint.",
+            )
+        return self._catalog.commit(head, lambda: _not_exclusive(claim), _SETTLE_S)
 
     def _upload_own(self, published: Published, state: _Open) -> Claim:
         """Upload and verify this node's packs of a checkpoint."""
@@ -362,6 +388,10 @@ class Flusher:
             head.checkpoint_id,
             "Look at 'dcp-tiered status' on that node; if it is lost, others commit in its place.",
         )
+
+
+def _not_exclusive(claim: Claim) -> Commit:
+    return replace(claim.make(), exclusive=False)
 
 
 def _nothing() -> None:

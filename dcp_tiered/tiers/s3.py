@@ -97,14 +97,14 @@ class S3Tier:
     def put(self, key: str, data: bytes) -> None:
         """Create a small object; see `Tier.put`.
 
-        Raises:
-            CorruptError: The store gives no checksum back, and the bytes read back are others.
+        Where the store gives no checksum back, the bytes are read back. If they are others, those
+        may be of somebody who put the key at the same instant: not every store lets only one in.
         """
         sums = {"ChecksumCRC32C": crc_header(crc32c(data))}
         reply = self._summed("put_object", key, sums, Body=data, IfNoneMatch="*")
-        if _whole_crc(reply) is None and self.get(key, len(data)) != data:
-            raise CorruptError(
-                "object reads back with other bytes than were sent", self.name, self._where(key)
+        if _whole_crc(reply) is None and not self._reads(key, data):
+            raise AlreadyExistsError(
+                "object is there with other bytes than were sent", self.name, self._where(key)
             )
 
     def upload(self, key: str, source: Source) -> ObjectInfo:
@@ -237,6 +237,12 @@ class S3Tier:
                     "store breaks a listing off", self.name, self.url, "It is tried again."
                 )
             arguments["ContinuationToken"] = token
+
+    def _reads(self, key: str, data: bytes) -> bool:
+        try:
+            return self.get(key, len(data)) == data
+        except CorruptError:  # longer, so not ours
+            return False
 
     def _find(self, key: str) -> ObjectInfo | None:
         try:
