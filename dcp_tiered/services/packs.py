@@ -3,6 +3,8 @@
 import contextlib
 from dataclasses import dataclass
 
+from awscrt.checksums import crc32c
+
 from dcp_tiered.errors import AbsentError, AlreadyExistsError, CorruptError, UnavailableError
 from dcp_tiered.format import layout
 from dcp_tiered.format.columns import canonical_json, parse_json
@@ -11,9 +13,9 @@ from dcp_tiered.format.pack import Pack, decode_pack, decode_pack_trailer
 from dcp_tiered.interfaces import DurableTier, LocalTier, ObjectInfo
 from dcp_tiered.services.catalog import parallel
 from dcp_tiered.services.pack_source import PackSource
-from dcp_tiered.tiers.stored_crc import stored_crc32c
 
 _OK_BYTES_MAX = 1 << 16
+_READ_BACK_BYTES = 8 << 20
 _TAIL_BYTES = 64 << 10
 """Most footers are shorter, so one request reads them with their trailer."""
 _TAIL_BYTES_MAX = 1 << 24
@@ -105,15 +107,23 @@ class PackStore:
                 "It is tried again.",
             )
         if info.crc32c is None:
-            if stored_crc32c(self.durable, key, pack.length) != pack.crc32c:
-                raise CorruptError(
-                    "pack reads back with other bytes than were sent", "durable", key
-                )
+            self._read_back(key, pack)
             ok = layout.key(checkpoint_id, layout.ok_name(pack.name))
             with contextlib.suppress(AlreadyExistsError):
                 self.durable.put(ok, canonical_json(_ok(pack)))
         elif info.crc32c != pack.crc32c:
             raise CorruptError("store computed another checksum than ours", "durable", key)
+
+    def _read_back(self, key: str, pack: Pack) -> None:
+        crc, position = 0, 0
+        buffer = memoryview(bytearray(min(_READ_BACK_BYTES, pack.length)))
+        while position < pack.length:
+            part = buffer[: min(len(buffer), pack.length - position)]
+            self.durable.read_into(key, position, part)
+            crc = crc32c(part, crc)
+            position += len(part)
+        if crc != pack.crc32c:
+            raise CorruptError("pack reads back with other bytes than were sent", "durable", key)
 
 
 def _ok(pack: Pack) -> dict[str, int]:

@@ -8,6 +8,7 @@ import pytest
 
 from dcp_tiered.tiers.azure import AzurePlace
 from dcp_tiered.tiers.object_store import ObjectStoreTier
+from tests.conformance.store_fault_suite import StoreFaultSuite
 from tests.conformance.tier_suite import PART_BYTES, TierSuite
 from tests.support.round_trip import round_trip
 from tests.support.servers import AzureStore, azure_store
@@ -64,6 +65,23 @@ class TestAzureTier(TierSuite):
     def _tier(self, root: str, connection_string: str) -> ObjectStoreTier:
         place = AzurePlace(self.server.container, {"connection_string": connection_string}, 10)
         return ObjectStoreTier(place, root, request_retry_s=10, part_bytes=PART_BYTES)
+
+
+class TestAzureFaults(StoreFaultSuite):
+    @pytest.fixture(autouse=True)
+    def _server(self, server: AzureStore, container: Any) -> None:
+        self.server, self.container = server, container
+
+    def endpoint(self) -> str:
+        return self.server.endpoint
+
+    def make_store(self, root: str) -> Store:
+        return Store(self.container, root)
+
+    def make_tier_at(self, endpoint: str, root: str, retry_s: float) -> ObjectStoreTier:
+        text = self.server.connection_string().replace(self.server.endpoint, endpoint)
+        place = AzurePlace(self.server.container, {"connection_string": text}, 1.0)
+        return ObjectStoreTier(place, root, request_retry_s=retry_s, part_bytes=PART_BYTES)
 
 
 def test_a_run_goes_through_azure_and_back(server: AzureStore, container: Any, local: Path) -> None:

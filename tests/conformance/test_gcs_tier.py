@@ -8,6 +8,7 @@ import pytest
 
 from dcp_tiered.tiers.gcs import GcsPlace
 from dcp_tiered.tiers.object_store import ObjectStoreTier
+from tests.conformance.store_fault_suite import StoreFaultSuite
 from tests.conformance.tier_suite import PART_BYTES, TierSuite
 from tests.support.round_trip import round_trip
 from tests.support.servers import GoogleStore, google_store
@@ -58,6 +59,25 @@ class TestGcsTier(TierSuite):
         return ObjectStoreTier(
             GcsPlace(bucket, options, 10, 16), root, request_retry_s=10, part_bytes=PART_BYTES
         )
+
+
+class TestGcsFaults(StoreFaultSuite):
+    keeps_crc32c = True
+
+    @pytest.fixture(autouse=True)
+    def _server(self, server: GoogleStore) -> None:
+        self.server = server
+
+    def endpoint(self) -> str:
+        return self.server.endpoint
+
+    def make_store(self, root: str) -> Store:
+        return Store(self.server, root)
+
+    def make_tier_at(self, endpoint: str, root: str, retry_s: float) -> ObjectStoreTier:
+        options = self.server.options() | {"endpoint_url": endpoint}
+        place = GcsPlace(self.server.bucket, options, 1.0, 16)
+        return ObjectStoreTier(place, root, request_retry_s=retry_s, part_bytes=PART_BYTES)
 
 
 def test_a_run_goes_through_google_and_back(server: GoogleStore, local: Path) -> None:
