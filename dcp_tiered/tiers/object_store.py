@@ -6,6 +6,7 @@ visible whole with the last request. Both are create-only.
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +19,6 @@ from dcp_tiered.errors import (
     AlreadyExistsError,
     CorruptError,
     InvalidError,
-    TieredError,
     UnavailableError,
 )
 from dcp_tiered.interfaces import ObjectInfo, Source
@@ -34,7 +34,7 @@ _PARTS_MAX = 10_000
 _BYTES_PER_SECOND_MIN = 256 << 10
 """An upload slower than this is not tried on, as in S3."""
 _TIDY_S = 5.0
-"""Letting go of what is left of an upload is a courtesy, and not waited for longer than this."""
+"""After an upload has failed, nothing more is waited for longer than this."""
 
 
 class ObjectStoreTier:
@@ -97,10 +97,10 @@ class ObjectStoreTier:
         self._check(key, source)
         try:
             info = self._send(key, source, until)
-        except TieredError:
+        except (AlreadyExistsError, UnavailableError):
             # A last request whose reply was lost comes back as "exists" or as "no such upload", and
             # one of others may have been quicker: what is there decides.
-            if (found := self._find(key)) is None:
+            if (found := self._find(key, time.monotonic() + _TIDY_S)) is None:
                 raise
             return self._ours(found, source)
         if not _same(info, source):
@@ -159,15 +159,7 @@ class ObjectStoreTier:
 
     def head(self, key: str) -> ObjectInfo:
         """Return length and the checksum of the whole object, if the store keeps one."""
-        full = self._key(key)
-        try:
-            info = self._call("look", key, lambda client: client.look(full))
-        except AbsentError:
-            # A bucket that is not there may give the same reply as an object that is not there.
-            if not self._bucket_answers:
-                next(self._pages("", "/"))
-            raise
-        return self._named(key, info)
+        return self._look(key, math.inf)
 
     def list_keys(self, prefix: str) -> Iterator[str]:
         """Yield every key below a directory; see `Tier.list_keys`."""
@@ -249,9 +241,20 @@ class ObjectStoreTier:
             except (InvalidError, UnavailableError, AlreadyExistsError) as exc:
                 _log.info("cannot let go of an upload, the store drops it later: %s", exc.message)
 
-    def _find(self, key: str) -> ObjectInfo | None:
+    def _look(self, key: str, until: float) -> ObjectInfo:
+        full = self._key(key)
         try:
-            return self.head(key)
+            info = self._call("look", key, lambda client: client.look(full), until=until)
+        except AbsentError:
+            # A bucket that is not there may give the same reply as an object that is not there.
+            if not self._bucket_answers:
+                next(self._pages("", "/"))
+            raise
+        return self._named(key, info)
+
+    def _find(self, key: str, until: float = math.inf) -> ObjectInfo | None:
+        try:
+            return self._look(key, until)
         except AbsentError:
             return None
 
