@@ -15,6 +15,11 @@ TORCH_INSTALL ?= torch==2.13.0
 KVIKIO := kvikio-cu13==26.10.0 libkvikio-cu13==26.10.0 rapids-logger==0.3.0 \
   cuda-pathfinder==1.9.1 nvidia-cufile
 
+# Two more servers for the tests: Microsoft's emulator of Azure, which is a package for node, and
+# OpenStack Swift, whose dependencies stay out of the way in an environment of their own.
+AZURITE := azurite@3.37.0
+SWIFT := swift==2.38.3
+
 # More arguments for pytest: make test ARGS='tests/unit -k footer'
 ARGS ?=
 
@@ -69,4 +74,10 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --group dev -e '.[s3]'
 	$(BIN)/python -m pip install --quiet --retries 1 --no-deps $(KVIKIO) || \
 	  echo "KvikIO could not be installed: its tests are skipped" >&2
+	@mkdir -p $(VENV)/azurite && \
+	  npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite $(AZURITE) >/dev/null || \
+	  echo "Azurite could not be installed, it needs npm: the tests of Azure are skipped" >&2
+	@{ $(PYTHON) -m venv $(VENV)/swift && \
+	  $(VENV)/swift/bin/python -m pip install --quiet --retries 1 $(SWIFT); } || \
+	  echo "OpenStack Swift could not be installed: its tests are skipped" >&2
 	@touch $@

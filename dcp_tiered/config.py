@@ -18,23 +18,50 @@ from dcp_tiered.errors import InvalidError
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _COLLAPSED = re.compile(r"([a-z][a-z0-9+.-]*):/(?!/)")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_GOOGLE_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 _CREDENTIALS = re.compile(r"://[^/]*@|[^/]:[^/]*@")
 _SECRET_QUERY = ("?", "#")
 _EXAMPLE = "such as 'tiered::s3://bucket/run42'"
+_USE = (
+    "Use 's3://bucket/run', 'gs://bucket/run', 'az://container/run' or 'file:///path/run' behind"
+    " 'tiered::'."
+)
 
 ON_FULL = ("block", "fail", "supersede")
 ON_LOCAL_FULL = ("fail", "write_through")
 ENGINES = ("auto", "direct", "buffered", "gds", "kvikio")
 FILE_PROTOCOLS = ("file", "local")
 S3_PROTOCOLS = ("s3", "s3a")
+_PROTOCOLS = {
+    "file": FILE_PROTOCOLS,
+    "s3": S3_PROTOCOLS,
+    "gs": ("gs", "gcs"),
+    "az": ("az", "abfs", "abfss"),
+}
+"""Durable tiers that are tested, each with all its names; the first is the one in `RunUrl`."""
+_OF_ONE_PROCESS = ("memory",)
+_GOOGLE_ELSEWHERE = ("STORAGE_EMULATOR_HOST", "GOOGLE_CLOUD_UNIVERSE_DOMAIN")
+"""What sends the traffic of Google's clients to another place than the URL seems to say."""
+_AZURE_ACCOUNT = {
+    "account_name": "AZURE_STORAGE_ACCOUNT_NAME",
+    "connection_string": "AZURE_STORAGE_CONNECTION_STRING",
+}
+_AZURE_SECRETS = {
+    "account_key": "AZURE_STORAGE_ACCOUNT_KEY",
+    "sas_token": "AZURE_STORAGE_SAS_TOKEN",
+    "client_id": "AZURE_STORAGE_CLIENT_ID",
+    "client_secret": "AZURE_STORAGE_CLIENT_SECRET",
+    "tenant_id": "AZURE_STORAGE_TENANT_ID",
+}
+"""The variables that adlfs reads."""
 _INFLIGHT_BYTES_MIN = 16 << 20
 """A reader has one buffer of a little more than half of that at least."""
 _PACE_BYTES_MIN = 1 << 20
 """Slower, a store would take a paced request for a broken one."""
 _NO_BOUND = ("local_bytes_max", "bytes_per_second_max", "flush_deadline_s")
 """Limits that may be None."""
-_PUBLIC_OPTIONS = ("anon", "endpoint_url", "profile", "use_ssl")
+_PUBLIC_OPTIONS = ("account_host", "account_name", "anon", "endpoint_url", "profile", "use_ssl")
 _PUBLIC_CLIENT_OPTIONS = ("endpoint_url", "region_name", "use_ssl")
 
 
@@ -45,7 +72,7 @@ class RunUrl:
     root: str
     """Normalised: `s3://bucket/run42`, `file:///mnt/run42` or `tiered:///nvme/run42`."""
     protocol: str | None
-    """Of the durable tier: `s3`, `file`; None when the run is local only."""
+    """Of the durable tier: `s3`, `gs`, `az`, `file`; None when the run is local only."""
     path: str
     """Below the protocol: `bucket/run42`, or an absolute path."""
     local: str | None
@@ -83,7 +110,7 @@ class Limits:
     inflight_bytes_max: int = 128 << 20
     """Bytes read ahead of the copy into tensors while loading."""
     part_bytes: int = 64 << 20
-    """Size of one request of a large upload."""
+    """Size of one request of a large upload; S3 gets no smaller ones than 16 MiB, however set."""
     pack_bytes_target: int = 1 << 30
     """Shard files of a node share a pack up to this size; larger ones are alone."""
     connections_max: int = 16
@@ -171,6 +198,10 @@ def settings(
         )
     tiered = _protocol_options(("tiered",), given)
     durable = _protocol_options(_aliases(run.protocol), given)
+    if run.protocol == "az":
+        durable = _azure_environment(durable)
+    if run.protocol == "gs":
+        _refuse_other_google(durable)
     _refuse_secret_endpoint(durable)
     through = _choice("on_local_full", on_local_full, tiered, ON_LOCAL_FULL)
     if through == "write_through" and run.protocol is None:
@@ -229,14 +260,45 @@ def parse_url(url: str | os.PathLike[str]) -> RunUrl:
     if protocol in FILE_PROTOCOLS:
         path = _absolute(text, path)
         return RunUrl(root=f"file://{path}", protocol="file", path=path, local=local)
-    if protocol in S3_PROTOCOLS:
-        path = _bucket_path(text, path)
-        return RunUrl(root=f"s3://{path}", protocol="s3", path=path, local=local)
-    raise _invalid(
-        text,
-        f"uses protocol {protocol!r}, which is not supported",
-        "Use 's3://bucket/run' or 'file:///path/run' behind 'tiered::'.",
-    )
+    for name, names in _PROTOCOLS.items():
+        if protocol in names:
+            path = _bucket_path(text, path, _GOOGLE_BUCKET if name == "gs" else _BUCKET)
+            return RunUrl(root=f"{name}://{path}", protocol=name, path=path, local=local)
+    raise _unsupported(text, protocol)
+
+
+def _unsupported(text: str, protocol: str) -> InvalidError:
+    if protocol in _OF_ONE_PROCESS:
+        what = "is gone with its process, and the flusher is another one"
+        return _invalid(text, f"uses protocol {protocol!r}, which {what}", _USE)
+    return _invalid(text, f"uses protocol {protocol!r}, which is not supported", _USE)
+
+
+def _azure_environment(options: dict[str, Any]) -> dict[str, Any]:
+    """Add what adlfs would take from the environment.
+
+    An account that was named stays the one that is used: a connection string in the environment
+    may name another.
+    """
+    wanted = dict(_AZURE_SECRETS)
+    if not any(options.get(name) for name in _AZURE_ACCOUNT):
+        wanted |= _AZURE_ACCOUNT
+    found = {name: os.environ[key] for name, key in wanted.items() if os.environ.get(key)}
+    return found | options
+
+
+def _refuse_other_google(options: Mapping[str, Any]) -> None:
+    """Refuse a variable that would send the bytes elsewhere, unless the endpoint was given too."""
+    if options.get("endpoint_url"):
+        return
+    for name in _GOOGLE_ELSEWHERE:
+        if os.environ.get(name):
+            raise InvalidError(
+                f"{name} is set, and no endpoint is given",
+                "durable",
+                None,
+                "Pass gs={'endpoint_url': ...} if that place is meant, or unset it.",
+            )
 
 
 def _refuse_secrets(text: str) -> None:
@@ -249,7 +311,8 @@ def _refuse_secrets(text: str) -> None:
             None,
             None,
             "Pass credentials by the environment or as options, such as"
-            " s3={'key': ..., 'secret': ...}; a run's URL is a plain path.",
+            " s3={'key': ..., 'secret': ...}, and an account as az={'account_name': ...}; a run's"
+            " URL is a plain path.",
         )
 
 
@@ -258,10 +321,11 @@ def _refuse_secret_endpoint(options: Mapping[str, Any]) -> None:
     client = options.get("client_kwargs") or {}
     if not isinstance(client, Mapping):
         raise InvalidError("option client_kwargs is not a mapping")
-    for endpoint in (options.get("endpoint_url"), client.get("endpoint_url")):
+    given = (options.get("endpoint_url"), client.get("endpoint_url"), options.get("account_host"))
+    for endpoint in given:
         if endpoint and any(mark in str(endpoint) for mark in ("@", *_SECRET_QUERY)):
             raise InvalidError(
-                "endpoint_url holds credentials, '?' or '#'",
+                "the endpoint holds credentials, '?' or '#'",
                 "durable",
                 None,
                 "Pass credentials by the environment or as s3={'key': ..., 'secret': ...}.",
@@ -282,9 +346,9 @@ def _absolute(text: str, path: str) -> str:
     return "/" + "/".join(_components(text, path))
 
 
-def _bucket_path(text: str, path: str) -> str:
+def _bucket_path(text: str, path: str, bucket: re.Pattern[str]) -> str:
     parts = _components(text, path)
-    if not parts or not _BUCKET.fullmatch(parts[0]):
+    if not parts or not bucket.fullmatch(parts[0]):
         raise _invalid(text, "has no valid bucket name", f"Use a URL {_EXAMPLE}.")
     if len(parts) == 1:
         raise _invalid(
@@ -422,11 +486,7 @@ def residency_source(given: Any) -> Mapping[str, Any] | str | None:
 
 
 def _aliases(protocol: str | None) -> tuple[str, ...]:
-    if protocol == "s3":
-        return S3_PROTOCOLS[::-1]
-    if protocol == "file":
-        return FILE_PROTOCOLS[::-1]
-    return ()
+    return _PROTOCOLS.get(protocol or "", ())[::-1]
 
 
 def launch_environment() -> tuple[int | None, int | None]:

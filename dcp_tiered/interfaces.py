@@ -122,6 +122,13 @@ class DurableTier(Tier, Protocol):
         """
         ...
 
+    def drop_uploads(self, prefix: str) -> None:
+        """Let go of unfinished uploads whose keys begin with a prefix, whoever began them.
+
+        A courtesy: what cannot be dropped now is left to the store, and no error is raised.
+        """
+        ...
+
 
 class StagedFile(Protocol):
     """A file that nobody sees before it is sealed."""

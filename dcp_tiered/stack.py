@@ -32,10 +32,13 @@ from dcp_tiered.services.residency import (
     note_policy,
     read_note,
 )
+from dcp_tiered.tiers.azure import AzurePlace
+from dcp_tiered.tiers.gcs import GcsPlace
 from dcp_tiered.tiers.mount_residency import MountLook
 from dcp_tiered.tiers.mounted import MountedTier, stripes_for
+from dcp_tiered.tiers.object_store import ObjectStoreTier
 from dcp_tiered.tiers.posix import PosixTier
-from dcp_tiered.tiers.s3 import S3Tier
+from dcp_tiered.tiers.s3 import PART_BYTES_WORTH, S3Tier
 from dcp_tiered.tiers.s3_pins import Pin, compatible_endpoint, configured_region
 
 _BUFFER_BYTES = 2 << 20
@@ -159,7 +162,7 @@ def durable_tier(settings: Settings, limits: Limits | None = None) -> DurableTie
             settings.options,
             request_timeout_s=bounds.request_timeout_s,
             request_retry_s=bounds.request_retry_s,
-            part_bytes=bounds.part_bytes,
+            part_bytes=max(bounds.part_bytes, PART_BYTES_WORTH),
             connections_max=bounds.connections_max,
             pin=None if policy is None else _pin(policy, settings),
         )
@@ -169,7 +172,27 @@ def durable_tier(settings: Settings, limits: Limits | None = None) -> DurableTie
         root, stripe = Path(url.path), settings.options.get("lustre_stripe", True)
         stripes = stripes_for(bounds.pack_bytes_target) if stripe else 0
         return MountedTier(root, root.parent, _mount_engine, stripes)
-    return None
+    if url.protocol is None:
+        return None
+    if policy is not None:
+        raise _no_rule(settings, url.protocol)
+    return _object_store(settings, bounds)
+
+
+def _object_store(settings: Settings, bounds: Limits) -> ObjectStoreTier:
+    bucket, _, prefix = settings.url.path.partition("/")
+    place: GcsPlace | AzurePlace
+    if settings.url.protocol == "gs":
+        place = GcsPlace(bucket, settings.options, bounds.request_timeout_s, bounds.connections_max)
+    else:
+        place = AzurePlace(bucket, settings.options, bounds.request_timeout_s)
+    return ObjectStoreTier(
+        place,
+        prefix,
+        request_retry_s=bounds.request_retry_s,
+        part_bytes=bounds.part_bytes,
+        connections_max=bounds.connections_max,
+    )
 
 
 def _mount_engine(directory: Path) -> Engine:

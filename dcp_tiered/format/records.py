@@ -71,6 +71,9 @@ class Commit:
     residency: Mapping[str, Any] | None = None
     """What allowed it to be there: policy hash, evidence and attestations, for audits; None, and
     not stored, without a policy."""
+    exclusive: bool = True
+    """Whether the store lets only one of two writers of a record in; stored only where it does
+    not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +111,8 @@ def encode_record(record: Record, written_by: str) -> bytes:
     }
     if fields.get("residency") is None:
         fields.pop("residency", None)
+    if fields.get("exclusive") is True:
+        del fields["exclusive"]
     data = with_sum(fields)
     with must_read_back("record"):
         if decode_record(data, record.checkpoint_id) != record:
@@ -199,7 +204,15 @@ def _commit(fields: dict[str, Any], checkpoint_id: str) -> Commit:
         committed_by=layout.check_node(fields.get("committed_by")),
         committed_at=text(fields, "committed_at", 40),
         residency=check_stored(fields.get("residency")),
+        exclusive=_exclusive(fields),
     )
+
+
+def _exclusive(fields: dict[str, Any]) -> bool:
+    value = fields.get("exclusive", True)
+    if not isinstance(value, bool):
+        raise CorruptError("commit's exclusive is malformed")
+    return value
 
 
 def _pack_ref(row: object) -> PackRef:

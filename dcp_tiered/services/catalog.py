@@ -7,6 +7,7 @@ back what is there (I4): the same attempt is a lost reply, not a rival.
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -314,6 +315,19 @@ class Catalog:
                     "another manifest has this attempt's name", "durable", key
                 ) from None
 
+    def is_exclusive(self, published: Published) -> bool:
+        """Tell whether the durable tier refuses a key that is taken.
+
+        Asked with a manifest that is there already: where it is replaced, it is by itself.
+        """
+        head = published.head
+        key = layout.key(head.checkpoint_id, layout.manifest_name(head.attempt))
+        try:
+            self._need_durable().put(key, published.data)
+        except AlreadyExistsError:
+            return True
+        return False
+
     def pending(self, checkpoint_id: str, known: Collection[str]) -> dict[str, bytes]:
         """Return manifests on the durable tier by attempt, save those of `known` attempts.
 
@@ -390,13 +404,15 @@ class Catalog:
             )
         return highest, None
 
-    def commit(self, head: Head, make: Callable[[], Commit]) -> Commit:
+    def commit(self, head: Head, make: Callable[[], Commit], settle_s: float = 0.0) -> Commit:
         """Append the commit of an attempt and return it as it was read back.
 
         Args:
             head: The attempt's manifest.
             make: Verifies what is about to be claimed, then returns the record; called before every
                 try, since whatever made a try fail may have changed that.
+            settle_s: How long to wait before it is read back: where the store lets two writers in,
+                the other one has come by then.
 
         Raises:
             ConflictError: Another attempt owns the id.
@@ -413,6 +429,7 @@ class Catalog:
                 durable.put(key, encode_record(commit, __version__))
             except AlreadyExistsError:
                 continue
+            time.sleep(settle_s)
         raise _too_many_rivals(head.checkpoint_id)
 
     def fence(self, checkpoint_id: str, attempt: str, prepare: Callable[[], None]) -> Commit | None:

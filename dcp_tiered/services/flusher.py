@@ -7,7 +7,7 @@ goes on (I11). Nothing here decides what a checkpoint is: the catalog does.
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dcp_tiered import metrics
@@ -47,6 +47,8 @@ _OTHERS_PAUSE_S = (0.25, 60.0)
 """Shortest and longest pause between two looks for packs or for a commit of other nodes."""
 _WANTED_PAUSE_S = 1.0
 """The same where a save on this node waits for room."""
+_SETTLE_S = 2.0
+"""How long a record has to stand before it is believed, in a store that replaces what is there."""
 _OTHERS_PAUSE_SHARE = 0.25
 """Of the time waited so far: so the looks grow with its logarithm, and not with the time."""
 
@@ -119,6 +121,8 @@ class Flusher:
         self._limits = limits
         self._stop = stop
         self._evidence = evidence or _nothing
+        self._exclusive: bool | None = None
+        """Whether the store lets one of two writers in; None until the first commit asks."""
         self._open: dict[str, _Open] = {}
         self._commits = 0
         self._changes = LocalChanges(local)
@@ -399,14 +403,34 @@ class Flusher:
         if turn > 0:
             _log.warning("committing %s in place of node %s", head.checkpoint_id, head.node)
             self._catalog.put_manifest(published)
-        claim = state.claim
+        return self._commit(published, state.claim, turn)
+
+    def _commit(self, published: Published, claim: Claim, turn: int) -> Commit:
+        """Append the record; where the store lets two writers in, on the coordinator's node alone.
+
+        Raises:
+            IncompleteError: The commit is left to that node.
+        """
+        head = published.head
+        if self._exclusive is None:
+            self._exclusive = self._catalog.is_exclusive(published)
+            if not self._exclusive:
+                _log.warning("the store replaces what is there: no other node takes a commit over")
+        exclusive = self._exclusive
+        if not exclusive and turn > 0:
+            raise IncompleteError(
+                f"the store does not keep two writers apart, so only node {head.node} may commit",
+                "durable",
+                head.checkpoint_id,
+                "Start a flusher on that node; if it is lost, load an older checkpoint.",
+            )
 
         def make() -> Commit:
-            commit = claim.make()
+            commit = replace(claim.make(), exclusive=exclusive)
             self._check_wanted(head)
             return commit
 
-        return self._catalog.commit(head, make)
+        return self._catalog.commit(head, make, 0.0 if exclusive else _SETTLE_S)
 
     def _upload_own(self, published: Published, state: _Open) -> Claim:
         """Upload and verify this node's packs of a checkpoint."""

@@ -1,5 +1,6 @@
 """This node's shard files on their way to the durable tier: grouped, packed, uploaded once."""
 
+import time
 from collections.abc import Callable, Collection
 
 from dcp_tiered.config import Limits
@@ -42,6 +43,8 @@ class OwnPacks:
         self._node = node
         self._limits = limits
         self._stop = stop
+        self._begun_ns = time.time_ns()
+        self._tidied: set[str] = set()
 
     def upload(
         self,
@@ -61,6 +64,7 @@ class OwnPacks:
         Returns:
             The packs of this node that hold them, by name.
         """
+        self._tidy(checkpoint_id, rows)
         packs = self._there(checkpoint_id, rows)
         packed = {shard.name for pack in packs.values() for shard in pack.shards}
         todo = {row[0]: row for row in rows if row[0] not in packed}
@@ -76,6 +80,18 @@ class OwnPacks:
             done += pack.length
             uploaded(done)
         return packs
+
+    def _tidy(self, checkpoint_id: str, rows: Collection[Row]) -> None:
+        """Drop what a flusher before this one had begun to upload, when first asked for an id.
+
+        It may have grouped the shard files otherwise, so under other names than ours. Of what was
+        sealed after this process began, there was none before.
+        """
+        sealed = (shard_headers.sealed_at(self._local, checkpoint_id, row[0]) for row in rows)
+        is_older = min(sealed, default=self._begun_ns) < self._begun_ns
+        if is_older and checkpoint_id not in self._tidied:
+            self._packs.durable.drop_uploads(layout.key(checkpoint_id, f"packs/{self._node}-"))
+            self._tidied.add(checkpoint_id)
 
     def _target(self) -> int:
         return self._limits.pack_bytes_target

@@ -24,6 +24,10 @@ class WrappedTier:
         """Create a large object; see `DurableTier.upload`."""
         return self._tier.upload(key, source)
 
+    def drop_uploads(self, prefix: str) -> None:
+        """Let go of unfinished uploads; see `DurableTier.drop_uploads`."""
+        self._tier.drop_uploads(prefix)
+
     def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole; see `Tier.get`."""
         return self._tier.get(key, bytes_max)

@@ -11,13 +11,14 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from awscrt.checksums import combine_crc32c, crc32c
+from awscrt.checksums import combine_crc32c
 
 from dcp_tiered.errors import AbsentError, AlreadyExistsError, CorruptError
 from dcp_tiered.format.shardfile import item_crc
 from dcp_tiered.interfaces import Engine, ObjectInfo, Source, StagedFile
 from dcp_tiered.syscalls import file_system_type
 from dcp_tiered.tiers.posix import PosixTier
+from dcp_tiered.tiers.stored_crc import stored_crc32c
 
 _log = logging.getLogger(__name__)
 _COPY_BYTES = 8 << 20
@@ -75,6 +76,9 @@ class MountedTier(PosixTier):
                 self._check_same(key, source)
         return there
 
+    def drop_uploads(self, prefix: str) -> None:
+        """Do nothing: what was not sealed has no name, and goes away with who wrote it."""
+
     def _write(self, staged: StagedFile, source: Source) -> int:
         """Write all bytes; return their checksum."""
         if self._engine is None:
@@ -93,14 +97,8 @@ class MountedTier(PosixTier):
 
     def _check_same(self, key: str, source: Source) -> None:
         """Pass when the object that is there has the source's bytes."""
-        length, crc, at = self.head(key).length, 0, 0
-        if length == source.length:
-            buffer = memoryview(bytearray(min(_COPY_BYTES, length)))
-            while at < length:
-                part = buffer[: min(len(buffer), length - at)]
-                self.read_into(key, at, part)
-                crc = crc32c(part, crc)
-                at += len(part)
+        length = self.head(key).length
+        crc = stored_crc32c(self, key, length) if length == source.length else 0
         if (length, crc) != (source.length, source.crc32c):
             raise CorruptError("object is there with other bytes than ours", self.name, key)
 

@@ -26,21 +26,23 @@ from dcp_tiered.errors import (
 from dcp_tiered.format.residency import Observed
 from dcp_tiered.interfaces import ObjectInfo, Source
 from dcp_tiered.metrics import Sample
-from dcp_tiered.tiers.s3_body import Window, damaged
+from dcp_tiered.tiers.s3_body import Window, damaged, filling
 from dcp_tiered.tiers.s3_errors import ChecksumRefusedError, too_short, transport_errors
 from dcp_tiered.tiers.s3_pins import Pin
 from dcp_tiered.tiers.s3_requests import S3Requests, crc_header, crc_value
 from dcp_tiered.tiers.s3_residency import observe
+from dcp_tiered.tiers.stored_crc import stored_crc32c
 
 _log = logging.getLogger(__name__)
 
 # S3's own limits; compatible stores copy them.
 _PARTS_MAX = 10_000
 _PART_BYTES_MIN = 5 << 20
+PART_BYTES_WORTH = 16 << 20
+"""Smaller parts cost more requests than they are worth; see `stack`."""
 _PART_BYTES_MAX = 5 << 30
 
 _PART_THREADS = 3
-_READ_BYTES = 256 << 10
 _BYTES_PER_SECOND_MIN = 256 << 10
 """An upload slower than this is not tried on: see `S3Tier.upload`."""
 _TIDY_S = 5.0
@@ -96,14 +98,14 @@ class S3Tier:
     def put(self, key: str, data: bytes) -> None:
         """Create a small object; see `Tier.put`.
 
-        Raises:
-            CorruptError: The store gives no checksum back, and the bytes read back are others.
+        Where the store gives no checksum back, the bytes are read back. If they are others, those
+        may be of somebody who put the key at the same instant: not every store lets only one in.
         """
         sums = {"ChecksumCRC32C": crc_header(crc32c(data))}
         reply = self._summed("put_object", key, sums, Body=data, IfNoneMatch="*")
-        if _whole_crc(reply) is None and self.get(key, len(data)) != data:
-            raise CorruptError(
-                "object reads back with other bytes than were sent", self.name, self._where(key)
+        if _whole_crc(reply) is None and not self._reads(key, data):
+            raise AlreadyExistsError(
+                "object is there with other bytes than were sent", self.name, self._where(key)
             )
 
     def upload(self, key: str, source: Source) -> ObjectInfo:
@@ -149,7 +151,7 @@ class S3Tier:
                         f"object of {length} bytes exceeds {bytes_max}", self.name, self._where(key)
                     )
                 buffer = bytearray(length)
-                done = sum(_filling(body, memoryview(buffer)))
+                done = sum(filling(body, memoryview(buffer)))
                 # botocore compares the checksum when it meets the end, not a byte before.
                 if done != length or body.read(1):
                     raise OSError(f"reply has other than {length} bytes")
@@ -174,7 +176,7 @@ class S3Tier:
                     raise CorruptError("store ignored the range", self.name, self._where(key))
                 before = done
                 try:
-                    for count in _filling(body, buffer[done:]):
+                    for count in filling(body, buffer[done:]):
                         done += count
                 except transport_errors():
                     if done == before:
@@ -241,6 +243,12 @@ class S3Tier:
                 )
             arguments["ContinuationToken"] = token
 
+    def _reads(self, key: str, data: bytes) -> bool:
+        try:
+            return self.get(key, len(data)) == data
+        except CorruptError:  # longer, so not ours
+            return False
+
     def _find(self, key: str) -> ObjectInfo | None:
         try:
             return self.head(key)
@@ -248,8 +256,11 @@ class S3Tier:
             return None
 
     def _ours(self, found: ObjectInfo, source: Source) -> ObjectInfo:
-        """Return what is there if it is the source."""
-        if not _same(found, source):
+        """Return what is there if it is the source; it is read where the store keeps no sum."""
+        is_same = _same(found, source)
+        if is_same and found.crc32c is None:
+            is_same = stored_crc32c(self, found.key, found.length) == source.crc32c
+        if not is_same:
             raise CorruptError(
                 "object is there with other bytes than ours", self.name, self._where(found.key)
             )
@@ -282,7 +293,7 @@ class S3Tier:
 
         def begin() -> dict[str, str]:
             # On every try: one whose reply is lost leaves an upload that nobody knows the id of.
-            self._abort_stale(key)
+            self.drop_uploads(key)
             return {}
 
         made = self._summed("create_multipart_upload", key, _ALGORITHM, fresh=begin, until=until)
@@ -364,17 +375,17 @@ class S3Tier:
             raise damaged(key)
         return entries
 
-    def _abort_stale(self, key: str) -> None:
-        """Abort uploads of this very key that a killed predecessor or a lost reply left open."""
-        full = self._key(key)
+    def drop_uploads(self, prefix: str) -> None:
+        """Abort uploads that a killed predecessor or a lost reply left open, one page of them."""
+        full, cut = self._key(prefix), len(self._prefix) + 1
         try:
             reply = self._call("list_multipart_uploads", None, retry_s=_TIDY_S, Prefix=full)
         except TieredError as exc:
             _log.info("cannot list open uploads, leaving them to the bucket's lifecycle: %s", exc)
             return
         for upload in reply.get("Uploads") or ():
-            if upload["Key"] == full:
-                self._abort(key, upload["UploadId"])
+            if upload["Key"].startswith(full):
+                self._abort(upload["Key"][cut:], upload["UploadId"])
 
     def _abort(self, key: str, upload: str) -> None:
         try:
@@ -461,15 +472,3 @@ def _whole_crc(reply: Mapping[str, Any]) -> int | None:
     stored = reply.get("ChecksumCRC32C")
     whole = reply.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
     return crc_value(stored) if stored and whole and "-" not in stored else None
-
-
-def _filling(stream: Any, buffer: memoryview) -> Iterator[int]:
-    """Fill a buffer from a reply and yield the size of each step; end early when the reply does."""
-    done = 0
-    while done < len(buffer):
-        data = stream.read(min(_READ_BYTES, len(buffer) - done))
-        if not data:
-            return
-        buffer[done : done + len(data)] = data
-        done += len(data)
-        yield len(data)

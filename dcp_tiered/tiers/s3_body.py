@@ -14,7 +14,7 @@ from awscrt.checksums import crc32c
 from dcp_tiered.errors import CorruptError
 from dcp_tiered.interfaces import Source
 
-_BLOCK_BYTES = 256 << 10
+BLOCK_BYTES = 256 << 10
 """Large enough for few turns of Python per byte, small enough to stay in the processor's cache."""
 
 
@@ -95,7 +95,7 @@ class _Blocks:
         self.seek = window.seek
 
     def __iter__(self) -> Iterator[bytes]:
-        while block := self._window.read(_BLOCK_BYTES):
+        while block := self._window.read(BLOCK_BYTES):
             yield block
 
 
@@ -119,3 +119,15 @@ def damaged(key: str) -> CorruptError:
         key,
         "The local copy is damaged: look at 'dmesg' for the device and save again.",
     )
+
+
+def filling(stream: Any, buffer: memoryview) -> Iterator[int]:
+    """Fill a buffer from a reply and yield the size of each step; end early when the reply does."""
+    done = 0
+    while done < len(buffer):
+        data = stream.read(min(BLOCK_BYTES, len(buffer) - done))
+        if not data:
+            return
+        buffer[done : done + len(data)] = data
+        done += len(data)
+        yield len(data)

@@ -35,7 +35,7 @@ _RETRYABLE = {
     "TooManyRequests",
     "XAmzContentSHA256Mismatch",
 }
-_RETRYABLE_STATUS = {408, 429, 500, 502, 503, 504}
+RETRYABLE_STATUS = {408, 429, 500, 502, 503, 504}
 _OVERLOADED = {
     "BandwidthLimitExceeded",
     "RequestLimitExceeded",
@@ -45,7 +45,7 @@ _OVERLOADED = {
     "ThrottlingException",
     "TooManyRequests",
 }
-_OVERLOADED_STATUS = {429, 503}
+OVERLOADED_STATUS = {429, 503}
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
 _EXISTS = {"PreconditionFailed", "412"}
 _REDIRECTS = {
@@ -125,7 +125,7 @@ def _refused(
         ), True
     if status == 404:  # noqa: PLR2004 - HTTP
         return _missing(code, text, where, endpoint, is_head=is_head), False
-    if code in _RETRYABLE or status in _RETRYABLE_STATUS:
+    if code in _RETRYABLE or status in RETRYABLE_STATUS:
         hint = "The store is overloaded or failing; the request is tried again."
         return UnavailableError(text, TIER, where, hint), True
     if status == 416:  # noqa: PLR2004 - range not satisfiable
@@ -217,4 +217,4 @@ def is_overloaded(exc: Exception) -> bool:
     """Tell whether the store asks for fewer requests."""
     response = getattr(exc, "response", None)
     meta = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
-    return code_of(exc) in _OVERLOADED or meta.get("HTTPStatusCode") in _OVERLOADED_STATUS
+    return code_of(exc) in _OVERLOADED or meta.get("HTTPStatusCode") in OVERLOADED_STATUS

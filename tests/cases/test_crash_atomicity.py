@@ -156,8 +156,8 @@ def test_a_trainer_that_ends_right_after_a_save_loses_nothing(how: str, posix_ru
 def test_a_killed_upload_is_aborted_and_done_again(s3_run: Run) -> None:
     """O113: kill -9 of the flusher in the middle of a multipart upload, three times."""
     assert s3_run.server is not None
-    limits = replace(s3_run.limits, part_bytes=5 << 20, request_timeout_s=30.0)
-    values = torch.arange(3_000_000, dtype=torch.int32)
+    limits = replace(s3_run.limits, part_bytes=16 << 20, request_timeout_s=30.0)
+    values = torch.arange(5_000_000, dtype=torch.int32)
     eyes = Eyes(s3_run)
     with FaultProxy(s3_run.server.endpoint) as proxy:
         arguments = {**runs.behind(s3_run, proxy.endpoint), "limits": limits}

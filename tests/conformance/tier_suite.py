@@ -74,6 +74,8 @@ class TierSuite:
 
     keeps_crc32c = False
     """Whether the store computes a checksum of its own."""
+    lets_one_in = True
+    """Whether of those that put a key at the same instant one wins, and not several."""
 
     @pytest.fixture
     def root(self) -> str:
@@ -133,9 +135,7 @@ class TierSuite:
 
         with ThreadPoolExecutor(_THREADS) as pool:
             won = list(pool.map(race, range(_THREADS)))
-        assert sum(won) == 1
-        assert store.read("step-1/record-1.json") == str(won.index(True)).encode()
-        assert store.leftovers() == []
+        self._check_race(won, store)
 
     def test_of_racing_processes_one_puts(self, tier: Tier, store: Store) -> None:
         context = multiprocessing.get_context("spawn")
@@ -143,8 +143,11 @@ class TierSuite:
         with context.Pool(_PROCESSES, initializer=_arm, initargs=(gate,)) as pool:
             tasks = [(tier, number) for number in range(_PROCESSES)]
             won = pool.map(_race_in_process, tasks, chunksize=1)
-        assert sum(won) == 1
-        assert store.read("step-1/record-1.json") == str(won.index(True)).encode()
+        self._check_race(won, store)
+
+    def _check_race(self, won: list[bool], store: Store) -> None:
+        assert sum(won) == 1 or (any(won) and not self.lets_one_in)
+        assert won[int(store.read("step-1/record-1.json"))], "who is there believes that it is"
         assert store.leftovers() == []
 
     # ------------------------------------------------------------------------------- upload

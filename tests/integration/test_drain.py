@@ -148,7 +148,7 @@ def test_sigterm_in_the_middle_of_a_pack_finishes_it(s3_run: Run, s3_server: Sea
 
 def test_sigterm_cuts_off_what_does_not_end_in_time(s3_run: Run) -> None:
     """Nothing half-sent stays in the bucket, and the next flusher sends all of it."""
-    limits = {"bytes_per_second_max": MIB, "part_bytes": 5 * MIB}
+    limits = {"bytes_per_second_max": MIB, "part_bytes": 16 * MIB}
     slow = runs.with_limits(s3_run.arguments(), term_grace_s=1.0, **limits)
     save_big(slow, "a", 64)
     eyes = Eyes(s3_run)
@@ -180,7 +180,7 @@ def io_priority(pid: int) -> int:
 
 def test_every_thread_of_a_flusher_steps_back(s3_run: Run) -> None:
     # A slow upload in parts, so that there are threads to look at.
-    limits = {"bytes_per_second_max": MIB, "part_bytes": 5 * MIB}
+    limits = {"bytes_per_second_max": MIB, "part_bytes": 16 * MIB}
     save_big(runs.with_limits(s3_run.arguments(), **limits), "a", 64)
     await_that("parts on their way", Eyes(s3_run).open_uploads)
     (pid,) = flusher_pids(s3_run.local)

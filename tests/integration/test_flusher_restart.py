@@ -20,8 +20,8 @@ from tests.support.storage_check import Eyes
 from tests.support.workers import await_that
 
 RANKS = 4
-VALUES = 1_500_000
-PART_BYTES = 5 << 20
+VALUES = 2_200_000
+PART_BYTES = 16 << 20
 
 
 def save(rank: int, arguments: dict[str, Any]) -> None:
@@ -82,3 +82,25 @@ def test_only_what_is_missing_is_sent_again(seed: int, s3_run: Run) -> None:
     assert sent.keys() == lengths.keys()
     assert kills > 1
     assert sum(sent.values()) <= sum(lengths.values()) + kills * max(lengths.values())
+
+
+def test_uploads_of_a_dead_flusher_are_aborted_however_it_grouped(s3_run: Run) -> None:
+    """What it had begun may have another name than anything that is uploaded now."""
+    assert s3_run.server is not None
+    with runs.no_flusher(s3_run):
+        runs.save(s3_run.arguments(), "a", 1)
+    settings = config.settings(s3_run.url, str(s3_run.local), s3_run.options)
+    node, other = stack.build(settings).node(), "0" * 12
+    bucket, _, prefix = s3_run.url.removeprefix("tiered::s3://").partition("/")
+    eyes = Eyes(s3_run)
+    for owner in (node, node, other):
+        key = f"{prefix}/a/packs/{owner}-{'5' * 16}.pack"
+        begun = eyes.client.create_multipart_upload(Bucket=bucket, Key=key)
+        eyes.client.upload_part(
+            Bucket=bucket, Key=key, UploadId=begun["UploadId"], PartNumber=1, Body=b"x"
+        )
+    assert len(eyes.open_uploads()) == 3
+    runs.wait(s3_run.arguments(), "a")
+    (left,) = eyes.open_uploads()
+    assert f"packs/{other}-" in left, "of a node that is alive, for all we know"
+    assert list(eyes.check().commits) == ["a"]

@@ -42,6 +42,9 @@ class CountingTier:
         self._count("PUT")
         return self._tier.upload(key, source)
 
+    def drop_uploads(self, prefix: str) -> None:
+        self._tier.drop_uploads(prefix)
+
     def get(self, key: str, bytes_max: int) -> bytes:
         self._count("GET")
         return self._tier.get(key, bytes_max)

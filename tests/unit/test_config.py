@@ -44,6 +44,16 @@ GOOD = {
         None,
     ),
     "tiered::s3://ckpt/Run42": ("s3://ckpt/Run42", "s3", "ckpt/Run42", None),
+    "tiered::gs://ckpt/run": ("gs://ckpt/run", "gs", "ckpt/run", None),
+    "tiered::gcs://under_score.example/run/": (
+        "gs://under_score.example/run",
+        "gs",
+        "under_score.example/run",
+        None,
+    ),
+    "tiered::az://ckpt/a/run": ("az://ckpt/a/run", "az", "ckpt/a/run", None),
+    "tiered:///nvme::abfs://ckpt/run": ("az://ckpt/run", "az", "ckpt/run", "/nvme"),
+    "tiered::abfss://ckpt/run": ("az://ckpt/run", "az", "ckpt/run", None),
     "tiered::file:///mnt/run": ("file:///mnt/run", "file", "/mnt/run", None),
     "tiered::file:////mnt//run/": ("file:///mnt/run", "file", "/mnt/run", None),
     "tiered::local:///mnt/run": ("file:///mnt/run", "file", "/mnt/run", None),
@@ -98,9 +108,12 @@ BAD = {
     "tiered::simplecache::s3://bucket/run": "chains",
     "tiered:///nvme::filecache::s3://bucket/run": "chains",
     "simplecache::tiered::s3://bucket/run": "tiered::",
-    "tiered::gs://bucket/run": "not supported",
     "tiered::http://host/run": "not supported",
-    "tiered::memory://run": "not supported",
+    "tiered::memory://run": "gone with its process",
+    "tiered::sftp://host/run": "not supported",
+    "tiered::az://container@account.dfs.core.windows.net/run": "account_name",
+    "tiered::gs://bucket": "whole bucket",
+    "tiered::az://Container/run": "bucket",
     "tiered::bucket/run": "no protocol",
 }
 
@@ -376,3 +389,50 @@ def test_credentials_in_an_endpoint_are_refused_and_not_repeated(
     with pytest.raises(InvalidError) as raised:
         settings(S3_URL, options={"s3": options})
     assert "CANARY" not in repr(raised.value) + str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["STORAGE_EMULATOR_HOST", "GOOGLE_CLOUD_UNIVERSE_DOMAIN"])
+def test_a_variable_that_sends_google_elsewhere_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "elsewhere.example.org")
+    with pytest.raises(InvalidError, match=name):
+        settings("tiered::gs://bucket/run")
+    given = settings("tiered::gs://bucket/run", options={"gs": {"endpoint_url": "https://x"}})
+    assert given.options["endpoint_url"] == "https://x"
+    assert settings("tiered::s3://bucket/run").url.protocol == "s3"
+
+
+def test_azure_is_configured_by_the_variables_of_adlfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=theirs;AccountKey=k")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "canary")
+    run = "tiered::az://container/run"
+    assert dict(settings(run).options) == {
+        "connection_string": "AccountName=theirs;AccountKey=k",
+        "account_key": "canary",
+    }
+    # An account that was named stays the one that is used.
+    named = settings(run, options={"abfs": {"account_name": "ours"}})
+    assert dict(named.options) == {"account_name": "ours", "account_key": "canary"}
+    assert named.public_options() == {"account_name": "ours"}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "secrets"),
+    [
+        ("gs", {"token": "canary"}),
+        ("gs", {"token": {"private_key": "canary"}}),
+        ("az", {"account_key": "canary", "sas_token": "canary", "client_secret": "canary"}),
+        ("az", {"connection_string": "AccountKey=canary", "credential": "canary"}),
+    ],
+)
+def test_secrets_of_google_and_azure_are_not_public(protocol: str, secrets: dict[str, Any]) -> None:
+    made = settings(f"tiered::{protocol}://bucket/run", options={protocol: secrets})
+    assert made.public_options() == {}
+    assert "canary" not in repr(made)
+
+
+def test_an_account_host_with_a_token_is_refused_and_not_repeated() -> None:
+    with pytest.raises(InvalidError) as raised:
+        settings("tiered::az://c42/run", options={"az": {"account_host": "h?sig=canary"}})
+    assert "canary" not in str(raised.value)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp_tiered import config, stack
 from dcp_tiered.errors import CorruptError, InvalidError
-from dcp_tiered.tiers.s3 import part_size
+from dcp_tiered.tiers.s3 import S3Tier, part_size
 from dcp_tiered.tiers.s3_body import Window, send_in_blocks
 from tests.support.sources import BytesSource, pattern
 
@@ -104,3 +105,12 @@ def test_a_body_is_sent_in_large_blocks_and_again_from_its_start(length: int) ->
         assert b"".join(blocks) == source.data
         assert len(blocks) == -(-length // (256 << 10))
         body.body.seek(0)
+
+
+@pytest.mark.parametrize(("wanted", "made"), [(1 << 20, 16 << 20), (64 << 20, 64 << 20)])
+def test_a_run_has_no_parts_below_16_mib(wanted: int, made: int) -> None:
+    """Where a pack is larger than one; and 10,000 of them are more than any pack holds."""
+    run = config.settings("tiered::s3://bucket/run", limits=config.Limits(part_bytes=wanted))
+    tier = stack.durable_tier(run)
+    assert isinstance(tier, S3Tier)
+    assert part_size(run.limits.pack_bytes_target, tier._part_bytes) == made
