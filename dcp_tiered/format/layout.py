@@ -136,13 +136,14 @@ def pack_node(name: str) -> str | None:
     return match.group(1) if match else None
 
 
-def pack_token(shard_names: list[str]) -> str:
-    """Derive a pack's token from what is in it.
+def pack_token(shard_names: list[str], encoder: str | None = None) -> str:
+    """Derive a pack's token from what is in it, and from what compressed it, if anything did.
 
     A flusher that starts over after a crash groups the same shard files again, so it finds its
     predecessor's pack under the same name instead of uploading a second one.
     """
-    return hashlib.sha256("\n".join(shard_names).encode()).hexdigest()[:16]
+    parts = shard_names if encoder is None else [*shard_names, encoder]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def ok_name(pack: str) -> str:

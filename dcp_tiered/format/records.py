@@ -24,6 +24,7 @@ from dcp_tiered.format.fields import (
     text,
 )
 from dcp_tiered.format.footer import VERSION, check_features
+from dcp_tiered.format.frames import FEATURE
 from dcp_tiered.format.residency import check_stored
 
 RECORD_BYTES_MAX = 1 << 28
@@ -37,6 +38,9 @@ class PackRef:
     name: str
     length: int
     crc32c: int
+    raw_length: int | None = None
+    """What its shard files take, end to end, where they are compressed; None, and not stored, where
+    they lie there as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +51,7 @@ class Placement:
     pack: int
     """Position in `Commit.packs`."""
     start: int
-    """First byte in that pack."""
+    """First byte in that pack, before compression."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +112,11 @@ def encode_record(record: Record, written_by: str) -> bytes:
     }
     if fields.get("residency") is None:
         fields.pop("residency", None)
+    for pack in fields.get("packs", ()):
+        if pack["raw_length"] is None:
+            del pack["raw_length"]
+        else:
+            fields["requires"] = [FEATURE]
     data = canonical_json(fields | {"crc32c": crc32c(canonical_json(fields))})
     with must_read_back("record"):
         if decode_record(data, record.checkpoint_id) != record:
@@ -129,7 +138,9 @@ def decode_record(data: bytes, checkpoint_id: str) -> Record:
     fields = parse_json(data)
     if fields.get("format") != _FORMAT:
         raise CorruptError("not a record: wrong format name")
-    check_features(fields.get("version"), fields.get("requires"), fields.get("written_by"))
+    check_features(
+        fields.get("version"), fields.get("requires"), fields.get("written_by"), [FEATURE]
+    )
     _check_sum(fields)
     kind = fields.get("kind")
     if kind == "commit":
@@ -196,6 +207,7 @@ def _pack_ref(row: object) -> PackRef:
         name=layout.check_pack_name(row.get("name")),
         length=integer(row, "length"),
         crc32c=integer(row, "crc32c", 0, CRC_MAX),
+        raw_length=optional_integer(row, "raw_length", 1),
     )
 
 
@@ -206,7 +218,7 @@ def _placement(row: object, packs: tuple[PackRef, ...]) -> Placement:
     return Placement(
         shard=layout.check_shard_name(row.get("shard")),
         pack=pack,
-        start=integer(row, "start", 0, packs[pack].length - 1),
+        start=integer(row, "start", 0, (packs[pack].raw_length or packs[pack].length) - 1),
     )
 
 
