@@ -134,6 +134,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         residency: Where the flusher may bring checkpoints to: a policy such as
             `{"allow": ["aws:eu-central-1"], "owner": "123456789012"}`, or the path of its TOML
             file, see docs/residency.md. What it forbids stays on this node.
+        compression: Of packs: `off` (default), `zstd`, or `auto`, which is for slow links only.
         **options: fsspec options by protocol, such as `s3={"endpoint_url": ...}`.
 
     Raises:
@@ -154,11 +155,14 @@ class TieredWriter(StorageWriter, AsyncStager):
         on_full: str | None = None,
         limits: Limits | None = None,
         residency: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        compression: str | None = None,
         **options: Mapping[str, Any],
     ) -> None:
         super().__init__()
         self._synchronize_after_execute = False
-        self._settings = config.settings(url, local, options, limits, engine, on_full, residency)
+        self._settings = config.settings(
+            url, local, options, limits, engine, on_full, residency, compression
+        )
         self._overwrite = overwrite
         self._step = step
         self._metadata = copy.deepcopy(dict(metadata)) if metadata else {}
@@ -166,10 +170,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         self._trust_bytes = trust_bytes
         self._launch = identity.current().text()
         self._last_sequence = 0
-        self._thread = _ThreadState()
-        self._make_buffers()
-        self._stack = stack.build(self._settings)
-        self._space = self._make_space()
+        self._make_parts()
 
     def __repr__(self) -> str:
         return f"TieredWriter({self._settings.url.root!r}, local={str(self._settings.local)!r})"
@@ -181,14 +182,16 @@ class TieredWriter(StorageWriter, AsyncStager):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._make_parts()
+
+    def _make_parts(self) -> None:
+        """Make what belongs to one process."""
         self._thread = _ThreadState()
         self._make_buffers()
         self._stack = stack.build(self._settings)
-        self._space = self._make_space()
-
-    def _make_space(self) -> LocalSpace:
-        local = self._stack.need_local()
-        return LocalSpace(self._stack.catalog, local, self._settings.limits)
+        self._space = LocalSpace(
+            self._stack.catalog, self._stack.need_local(), self._settings.limits
+        )
 
     def _make_buffers(self) -> None:
         self._engine: Engine | None = None
