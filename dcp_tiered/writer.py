@@ -185,13 +185,11 @@ class TieredWriter(StorageWriter, AsyncStager):
         self._make_parts()
 
     def _make_parts(self) -> None:
-        """Make what belongs to one process."""
         self._thread = _ThreadState()
         self._make_buffers()
         self._stack = stack.build(self._settings)
-        self._space = LocalSpace(
-            self._stack.catalog, self._stack.need_local(), self._settings.limits
-        )
+        local = self._stack.need_local()
+        self._space = LocalSpace(self._stack.catalog, local, self._settings.limits)
 
     def _make_buffers(self) -> None:
         self._engine: Engine | None = None
