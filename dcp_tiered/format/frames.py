@@ -25,8 +25,10 @@ from dcp_tiered.format.shardfile import LARGE_BYTES, Index, dtype_code
 
 FEATURE = "frames"
 """Named in `requires` by what cannot be read without knowing frames."""
+FRAME_BYTES = 1 << 20
+"""Of raw bytes in a compressed frame: four blocks. Who wants one block has to read all of it."""
 FRAME_BYTES_MAX = 4 << 20
-"""Of raw bytes in a compressed frame."""
+"""What a reader takes."""
 ENCODER = "frames 1, zstd " + ".".join(map(str, zstandard.ZSTD_VERSION))
 """What the bytes of a compressed pack depend on, besides those of its shard files."""
 AS_IT_IS = 0
@@ -57,13 +59,14 @@ def encode_frame(codec: int, raw: bytes) -> bytes | None:
     dtype, widths = _ELEMENTS[codec]
     words = np.frombuffer(raw, dtype)
     compressor = zstandard.ZstdCompressor(compression_params=_TUNED)
-    parts, shift = [], 0
+    parts: list[bytes | memoryview] = []
+    shift = 0
     for width in widths:
-        part = (words >> shift).astype(f"<u{width}").tobytes()
+        part = (words >> shift if shift else words).astype(f"<u{width}").data.cast("B")
         small = compressor.compress(part)
         parts.append(small if _is_shrunk(len(small), len(part)) else part)
         shift += 8 * width
-    stored = struct.pack(f"<{len(parts)}I", *map(len, parts)) + b"".join(parts)
+    stored = b"".join((struct.pack(f"<{len(parts)}I", *map(len, parts)), *parts))
     return stored if _is_shrunk(len(stored), len(raw)) else None
 
 
@@ -132,8 +135,8 @@ def stretches(index: Index, length: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _pieces(start: int, end: int, codec: int) -> Iterator[tuple[int, int, int]]:
-    for begin in range(start, end, FRAME_BYTES_MAX):
-        yield begin, min(begin + FRAME_BYTES_MAX, end), codec
+    for begin in range(start, end, FRAME_BYTES):
+        yield begin, min(begin + FRAME_BYTES, end), codec
 
 
 @dataclass(slots=True, kw_only=True)

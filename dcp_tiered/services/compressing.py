@@ -18,7 +18,7 @@ from awscrt.checksums import combine_crc32c, crc32c
 from dcp_tiered.config import Limits
 from dcp_tiered.errors import CorruptError, TieredError, UnavailableError, from_os_error
 from dcp_tiered.format import layout
-from dcp_tiered.format.frames import AS_IT_IS, FRAME_BYTES_MAX, Builder, encode_frame, stretches
+from dcp_tiered.format.frames import AS_IT_IS, FRAME_BYTES, Builder, encode_frame, stretches
 from dcp_tiered.format.pack import Pack, PackedShard, compressed_name, compressed_pack
 from dcp_tiered.format.shardfile import Index
 from dcp_tiered.interfaces import LocalTier, StagedFile
@@ -28,7 +28,7 @@ from dcp_tiered.version import __version__
 
 _log = logging.getLogger(__name__)
 _THREADS = 2
-_AHEAD = 2
+_AHEAD = 6
 """Frames in memory besides those that threads work on."""
 _SAVED_MIN = 1 / 32
 """Of the bytes: what saves less is uploaded as it is, and read without decoding."""
@@ -61,8 +61,8 @@ class Spool:
     def checksum(self, length: int, start: int) -> int:
         """Return the CRC32C of a range."""
         crc = 0
-        for at in range(start, start + length, FRAME_BYTES_MAX):
-            crc = crc32c(self.pread(min(FRAME_BYTES_MAX, start + length - at), at), crc)
+        for at in range(start, start + length, FRAME_BYTES):
+            crc = crc32c(self.pread(min(FRAME_BYTES, start + length - at), at), crc)
         return crc
 
 
