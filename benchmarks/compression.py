@@ -36,7 +36,7 @@ def _measure(options: Options, name: str) -> list[Answer]:
     generator = torch.Generator().manual_seed(0)
     # One frame after the other is made and forgotten: the size of the state costs no memory.
     count = max(1, options.bytes // FRAME_BYTES)
-    values = torch.empty(FRAME_BYTES // 4 * 2)
+    values = torch.empty(FRAME_BYTES // 2)
     seconds: dict[str, list[float]] = {"compress": [], "decompress": []}
     ratios = []
     for _ in range(options.pairs):
