@@ -26,7 +26,16 @@ LOCK_FILE = "flusher.lock"
 LOG_FILE = "flusher.log"
 STATUS_FILE = "flusher-status.json"
 TAKEOVER_FILE = "flusher.takeover"
-_RESERVED = (RUN_FILE, NODE_FILE, LOCK_FILE, LOG_FILE, STATUS_FILE, TAKEOVER_FILE)
+MEASURED_FILE = "flusher-measured.json"
+_RESERVED = (
+    RUN_FILE,
+    NODE_FILE,
+    LOCK_FILE,
+    LOG_FILE,
+    STATUS_FILE,
+    TAKEOVER_FILE,
+    MEASURED_FILE,
+)
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -3,17 +3,24 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
+from typing import Any
 
 from dcp_tiered.config import Limits
+from dcp_tiered.errors import TieredError
+from dcp_tiered.format import layout
+from dcp_tiered.format.columns import canonical_json, parse_json
 from dcp_tiered.format.pack import Pack, compressed_name
 from dcp_tiered.interfaces import LocalTier
 from dcp_tiered.policy import compression
 from dcp_tiered.policy.compression import Measured
+from dcp_tiered.services import catalog
 from dcp_tiered.services.compressing import compressed
 from dcp_tiered.services.packs import PackStore
 
 _log = logging.getLogger(__name__)
+_FILE_BYTES_MAX = 1 << 16
+_KNOWN = tuple(field.name for field in fields(Measured))
 
 
 class PackUpload:
@@ -40,7 +47,7 @@ class PackUpload:
         self._limits = limits
         self._stop = stop
         self._mode = mode
-        self._measured = Measured()
+        self._measured = _read(local) if mode == "auto" else Measured()
 
     def upload(self, checkpoint_id: str, plan: Pack) -> Pack:
         """Bring a pack to the durable tier and verify it there; return it as it lies there."""
@@ -52,8 +59,7 @@ class PackUpload:
         if compression.is_wanted(self._mode, self._measured):
             pack = self._compress(checkpoint_id, plan)
         else:
-            since = self._measured.packs_since + 1
-            self._measured = replace(self._measured, packs_since=since)
+            self._note(packs_since=self._measured.packs_since + 1)
             pack = None
         return pack or self._timed(plan, lambda: self._packs.upload(checkpoint_id, plan))
 
@@ -70,8 +76,7 @@ class PackUpload:
         with compressed(self._local, checkpoint_id, plan, self._limits, self._stop) as spool:
             seconds = max(time.monotonic() - begun, 1e-6)
             pack = None if spool is None else spool.pack
-            self._measured = replace(
-                self._measured,
+            self._note(
                 codec_bytes_per_s=plan.length / seconds,
                 saved_share=0.0 if pack is None else 1 - pack.length / plan.length,
                 packs_since=0,
@@ -93,6 +98,31 @@ class PackUpload:
         begun = time.monotonic()
         upload()
         if pack.length >= compression.LINK_BYTES_MIN:
-            rate = pack.length / max(time.monotonic() - begun, 1e-6)
-            self._measured = replace(self._measured, link_bytes_per_s=rate)
+            self._note(link_bytes_per_s=pack.length / max(time.monotonic() - begun, 1e-6))
         return pack
+
+    def _note(self, **changes: Any) -> None:
+        """Remember what was measured; for `auto` also for the next flusher.
+
+        There may be one flusher per checkpoint, which ends when that is durable.
+        """
+        self._measured = replace(self._measured, **changes)
+        if self._mode == "auto":
+            try:
+                catalog.replace(
+                    self._local, layout.MEASURED_FILE, canonical_json(asdict(self._measured))
+                )
+            except TieredError as exc:
+                _log.warning("cannot note how fast the link is: %s", exc)
+
+
+def _read(local: LocalTier) -> Measured:
+    """Return what the flusher before has measured; nothing where that is damaged or missing."""
+    try:
+        noted = parse_json(local.get(layout.MEASURED_FILE, _FILE_BYTES_MAX))
+    except TieredError:
+        return Measured()
+    known = {name: noted.get(name) for name in _KNOWN}
+    if not all(isinstance(value, int | float) for value in known.values() if value is not None):
+        return Measured()
+    return Measured(**{name: value for name, value in known.items() if value is not None})

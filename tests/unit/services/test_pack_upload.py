@@ -1,5 +1,6 @@
 """A pack on its way: compressed when wanted, found when there, as it is when there is no room."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,6 +155,24 @@ def test_auto_compresses_on_a_slow_link_only(here: Node, monkeypatch: pytest.Mon
         pack = uploads.upload("a", here.plan)
         assert pack.name == expected
         (here.base / "lustre" / "run" / "a" / pack.name).unlink()
+
+
+@pytest.mark.parametrize("note", [None, b"{}", b"[", b'{"link_bytes_per_s": "x"}'])
+def test_what_was_measured_is_there_for_the_next_flusher(
+    note: bytes | None, here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be a new one for every checkpoint; what is damaged counts as not measured."""
+    monkeypatch.setattr(compression, "LINK_BYTES_MIN", 1)
+    monkeypatch.setattr(compression, "_CODEC_BYTES_PER_S", 1e15)
+    here.uploads("auto").upload("a", here.plan)
+    (here.base / "lustre" / "run" / "a" / here.plan.name).unlink()
+    path = here.local.root / "flusher-measured.json"
+    assert json.loads(path.read_bytes())["link_bytes_per_s"] > 0
+    if note is not None:
+        path.write_bytes(note)
+    compressed = here.uploads("auto").upload("a", here.plan).raw_length is not None
+    assert compressed == (note is None)
+    assert json.loads(path.read_bytes())["packs_since"] == (0 if compressed else 1)
 
 
 def test_without_room_a_pack_goes_as_it_is(
