@@ -87,7 +87,7 @@ def compressed(
         source = open_files.enter_context(PackSource(local.root / checkpoint_id, plan))
         indexes = source.indexes()
         spool = None
-        if indexes is not None and _has_room(local, plan, limits):
+        if indexes and _can_shrink(plan, indexes) and _has_room(local, plan, limits):
             work = _Compression(source, plan, indexes, stop)
             try:
                 # The name is for messages: the file never gets it.
@@ -109,6 +109,14 @@ def _staged(local: LocalTier, key: str) -> Iterator[StagedFile]:
         except TieredError as exc:
             raise OSError(exc.errno or errno.EIO, exc.message) from exc
         yield staged
+
+
+def _can_shrink(plan: Pack, indexes: list[Index]) -> bool:
+    """Tell whether enough of a pack is of a kind that shrinks, before all of it is read."""
+    shards = zip(plan.shards, indexes, strict=True)
+    cuts = (cut for shard, index in shards for cut in stretches(index, shard.length))
+    kinds = sum(end - start for start, end, codec in cuts if codec != AS_IT_IS)
+    return kinds > plan.length * _SAVED_MIN
 
 
 def _has_room(local: LocalTier, plan: Pack, limits: Limits) -> bool:

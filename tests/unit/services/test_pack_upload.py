@@ -149,6 +149,7 @@ def test_auto_compresses_on_a_slow_link_only(here: Node, monkeypatch: pytest.Mon
     monkeypatch.setattr(compression, "LINK_BYTES_MIN", 1)
     for hoped, expected in ((1e15, compressed_name(here.plan)), (1.0, here.plan.name)):
         monkeypatch.setattr(compression, "_CODEC_BYTES_PER_S", hoped)
+        (here.local.root / "flusher-measured.json").unlink(missing_ok=True)
         uploads = here.uploads("auto")
         assert uploads.upload("a", here.plan) == here.plan, "the first one measures"
         (here.base / "lustre" / "run" / "a" / here.plan.name).unlink()
