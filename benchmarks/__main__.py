@@ -4,6 +4,7 @@ import sys
 
 import benchmarks
 from benchmarks import (
+    compression,
     cpu_per_gb,
     flush_vs_clients,
     harness,
@@ -28,6 +29,7 @@ ALL: dict[str, harness.Run] = {
     "flush_vs_clients": flush_vs_clients.run,
     "time_to_durable": time_to_durable.run,
     "objects_per_checkpoint": objects_per_checkpoint.run,
+    "compression": compression.run,
 }
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ _USE = (
 
 ON_FULL = ("block", "fail", "supersede")
 ON_LOCAL_FULL = ("fail", "write_through")
+COMPRESSIONS = ("off", "zstd", "auto")
 ENGINES = ("auto", "direct", "buffered", "gds", "kvikio")
 FILE_PROTOCOLS = ("file", "local")
 S3_PROTOCOLS = ("s3", "s3a")
@@ -146,6 +147,8 @@ class Settings:
     on_local_full: str = "fail"
     """What a save does that fills the disk, one of `ON_LOCAL_FULL`."""
     limits: Limits = field(default_factory=Limits)
+    compression: str = "off"
+    """Of packs on their way to the durable tier, one of `COMPRESSIONS`."""
     residency: Mapping[str, Any] | str | None = None
     """The residency policy as it was given, or the text of its file; parsed in `stack`."""
 
@@ -157,7 +160,7 @@ class Settings:
         return public | ({"client_kwargs": chosen} if chosen else {})
 
 
-def settings(
+def settings(  # noqa: PLR0913 - all that a user may say, most of it by keyword
     url: str | os.PathLike[str],
     local: str | os.PathLike[str] | None = None,
     options: Mapping[str, Any] | None = None,
@@ -167,6 +170,7 @@ def settings(
     on_full: str | None = None,
     on_local_full: str | None = None,
     residency: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    compression: str | None = None,
 ) -> Settings:
     """Build settings from what a user gave, what the URL says, and fsspec's configuration.
 
@@ -181,6 +185,7 @@ def settings(
             else `fail`.
         residency: Where the run may be flushed to: a policy or the path of its file; else
             `options["tiered"]["residency"]`, else anywhere.
+        compression: Of packs; else `options["tiered"]["compression"]`, else `off`.
 
     Raises:
         InvalidError: The URL or an option cannot be right.
@@ -215,6 +220,7 @@ def settings(
         engine=_choice("engine", engine, tiered, ENGINES),
         on_full=_choice("on_full", on_full, tiered, ON_FULL),
         on_local_full=through,
+        compression=_choice("compression", compression, tiered, COMPRESSIONS),
         limits=_checked(limits or _limits(tiered.get("limits") or {})),
         residency=residency_source(tiered.get("residency") if residency is None else residency),
     )

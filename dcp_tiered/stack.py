@@ -127,6 +127,7 @@ def _keeper(settings: Settings, local: PosixTier) -> launcher.Keeper:
         options=dict(settings.options),
         limits=settings.limits,
         residency=_plain(policy_of(settings)),
+        compression=settings.compression,
     )
     order.to_json()  # an option that cannot be handed over is an error now, not in the first save
     local_rank, _ = config.launch_environment()
@@ -224,7 +225,13 @@ def flusher(
         local.sweep(checkpoint_id)
     node = run_directory.open_node(local, secrets.token_hex(6))
     return Flusher(
-        local, durable, node, order.limits, lambda: stopped() or lock.asked_to_hand_over(), evidence
+        local,
+        durable,
+        node,
+        order.limits,
+        lambda: stopped() or lock.asked_to_hand_over(),
+        evidence,
+        order.compression,
     )
 
 

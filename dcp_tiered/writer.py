@@ -109,6 +109,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         residency: Where the flusher may bring checkpoints to: a policy such as
             `{"allow": ["aws:eu-central-1"], "owner": "123456789012"}`, or the path of its TOML
             file, see docs/residency.md. What it forbids stays on this node.
+        compression: Of packs: `off` (default), `zstd`, or `auto`, which is for slow links only.
         **options: fsspec options by protocol, such as `s3={"endpoint_url": ...}`.
 
     Raises:
@@ -130,6 +131,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         on_local_full: str | None = None,
         limits: Limits | None = None,
         residency: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        compression: str | None = None,
         **options: Mapping[str, Any],
     ) -> None:
         super().__init__()
@@ -143,6 +145,7 @@ class TieredWriter(StorageWriter, AsyncStager):
             on_full=on_full,
             on_local_full=on_local_full,
             residency=residency,
+            compression=compression,
         )
         self._overwrite = overwrite
         self._step = step

@@ -41,6 +41,7 @@ def orders(arguments: argparse.Namespace) -> Iterator[tuple[PosixTier, Order | N
                 url=f"tiered::{settings.url.root}",
                 options=dict(settings.options),
                 limits=settings.limits,
+                compression=settings.compression,
             ),
         )
 

@@ -6,6 +6,7 @@ last 48 bytes: footer start u64, stored length u32, raw length u32, sha256[:16] 
 
 import hashlib
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from dcp_tiered.errors import CorruptError, InvalidError
@@ -75,8 +76,16 @@ def decode_footer(trailer: Trailer, stored: bytes) -> bytes:
     return decompress(stored, trailer.raw_length)
 
 
-def check_features(version: object, requires: object, written_by: object) -> None:
+def check_features(
+    version: object, requires: object, written_by: object, known: Collection[str] = ()
+) -> None:
     """Refuse what this version cannot read, by name.
+
+    Args:
+        version: Of the format.
+        requires: Features that are needed to read it.
+        written_by: Version of dcp_tiered.
+        known: Features that the caller can read.
 
     Raises:
         InvalidError: It needs a newer dcp_tiered.
@@ -86,7 +95,11 @@ def check_features(version: object, requires: object, written_by: object) -> Non
         raise CorruptError("format version is not a positive integer")
     if not isinstance(requires, list) or not all(isinstance(name, str) for name in requires):
         raise CorruptError("'requires' is not a list of names")
-    needs = [f"format version {version}"] if version > VERSION else requires
+    needs = (
+        [f"format version {version}"]
+        if version > VERSION
+        else [name for name in requires if name not in known]
+    )
     if needs:
         raise InvalidError(
             f"written by dcp_tiered {shown(written_by, 40)}, needs {', '.join(needs)[:200]}",

@@ -30,6 +30,7 @@ STATUS_FILE = "flusher-status.json"
 METRICS_FILE = "flusher-metrics.prom"
 TAKEOVER_FILE = "flusher.takeover"
 WANTED_FILE = "flusher.wanted"
+MEASURED_FILE = "flusher-measured.json"
 KEEP_NAME = "keep"
 _RESERVED = (
     RUN_FILE,
@@ -40,6 +41,7 @@ _RESERVED = (
     METRICS_FILE,
     TAKEOVER_FILE,
     WANTED_FILE,
+    MEASURED_FILE,
 )
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
@@ -162,13 +164,14 @@ def pack_node(name: str) -> str | None:
     return match.group(1) if match else None
 
 
-def pack_token(shard_names: list[str]) -> str:
-    """Derive a pack's token from what is in it.
+def pack_token(shard_names: list[str], encoder: str | None = None) -> str:
+    """Derive a pack's token from what is in it, and from what compressed it, if anything did.
 
     A flusher that starts over after a crash groups the same shard files again, so it finds its
     predecessor's pack under the same name instead of uploading a second one.
     """
-    return hashlib.sha256("\n".join(shard_names).encode()).hexdigest()[:16]
+    parts = shard_names if encoder is None else [*shard_names, encoder]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def ok_name(pack: str) -> str:

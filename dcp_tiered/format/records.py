@@ -4,7 +4,7 @@ The highest record that is not a fence is the state of the id. A record is one J
 `crc32c` is that of the same object without it, so that what a disk garbled says nothing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from dcp_tiered.format.fields import (
     text,
 )
 from dcp_tiered.format.footer import VERSION, check_features
+from dcp_tiered.format.frames import FEATURE
 from dcp_tiered.format.residency import check_stored
 
 RECORD_BYTES_MAX = 1 << 28
@@ -37,6 +38,9 @@ class PackRef:
     name: str
     length: int
     crc32c: int
+    raw_length: int | None = None
+    """What its shard files take, end to end, where they are compressed; None, and not stored, where
+    they lie there as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +51,7 @@ class Placement:
     pack: int
     """Position in `Commit.packs`."""
     start: int
-    """First byte in that pack."""
+    """First byte in that pack, before compression."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +117,11 @@ def encode_record(record: Record, written_by: str) -> bytes:
         fields.pop("residency", None)
     if fields.get("exclusive") is True:
         del fields["exclusive"]
+    for pack in fields.get("packs", ()):
+        if pack["raw_length"] is None:
+            del pack["raw_length"]
+        else:
+            fields["requires"] = [FEATURE]
     data = with_sum(fields)
     with must_read_back("record"):
         if decode_record(data, record.checkpoint_id) != record:
@@ -131,7 +140,7 @@ def decode_record(data: bytes, checkpoint_id: str) -> Record:
         CorruptError: It is not a record of that checkpoint.
         InvalidError: It needs a newer version.
     """
-    fields = checked_sum(data, _FORMAT)
+    fields = checked_sum(data, _FORMAT, [FEATURE])
     kind = fields.get("kind")
     if kind == "commit":
         return _commit(fields, checkpoint_id)
@@ -164,8 +173,13 @@ def with_sum(fields: dict[str, Any]) -> bytes:
     return canonical_json(fields | {"crc32c": crc32c(canonical_json(fields))})
 
 
-def checked_sum(data: bytes, format_name: str) -> dict[str, Any]:
+def checked_sum(data: bytes, format_name: str, known: Collection[str] = ()) -> dict[str, Any]:
     """Return what `with_sum` encoded, once format name, version and checksum are right.
+
+    Args:
+        data: The stored bytes.
+        format_name: What it says that it is.
+        known: Features that it may require.
 
     Raises:
         CorruptError: It is something else, or garbled.
@@ -175,7 +189,7 @@ def checked_sum(data: bytes, format_name: str) -> dict[str, Any]:
     fields = parse_json(data)
     if fields.get("format") != format_name:
         raise CorruptError(f"not a {what}: wrong format name")
-    check_features(fields.get("version"), fields.get("requires"), fields.get("written_by"))
+    check_features(fields.get("version"), fields.get("requires"), fields.get("written_by"), known)
     stated = integer(fields, "crc32c", 0, CRC_MAX)
     try:
         summed = canonical_json({name: fields[name] for name in fields if name != "crc32c"})
@@ -222,6 +236,7 @@ def _pack_ref(row: object) -> PackRef:
         name=layout.check_pack_name(row.get("name")),
         length=integer(row, "length"),
         crc32c=integer(row, "crc32c", 0, CRC_MAX),
+        raw_length=optional_integer(row, "raw_length", 1),
     )
 
 
@@ -232,7 +247,7 @@ def _placement(row: object, packs: tuple[PackRef, ...]) -> Placement:
     return Placement(
         shard=layout.check_shard_name(row.get("shard")),
         pack=pack,
-        start=integer(row, "start", 0, packs[pack].length - 1),
+        start=integer(row, "start", 0, (packs[pack].raw_length or packs[pack].length) - 1),
     )
 
 

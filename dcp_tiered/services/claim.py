@@ -105,7 +105,9 @@ class Claim:
 
 
 def _reference(pack: Pack) -> PackRef:
-    return PackRef(name=pack.name, length=pack.length, crc32c=pack.crc32c)
+    return PackRef(
+        name=pack.name, length=pack.length, crc32c=pack.crc32c, raw_length=pack.raw_length
+    )
 
 
 def _check_same(packed: PackedShard, shard: ShardRef) -> None:

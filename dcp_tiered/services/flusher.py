@@ -103,6 +103,7 @@ class Flusher:
         stop: Asked between requests; True makes the flusher end soon.
         evidence: Asked before each commit for what the record says of residency; raises where a
             policy forbids it. None: records say nothing.
+        compression: Of packs, one of `config.COMPRESSIONS`.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Flusher:
         limits: Limits,
         stop: Callable[[], bool],
         evidence: Callable[[], Mapping[str, Any] | None] | None = None,
+        compression: str = "off",
     ) -> None:
         self._catalog = Catalog(local, durable)
         self._packs = PackStore(local, durable)
@@ -128,7 +130,9 @@ class Flusher:
         self._changes = LocalChanges(local)
         self._reports = ReportFile(run_path=local.root)
         self._space = LocalSpace(self._catalog, local, limits)
-        self._own_packs = OwnPacks(self._catalog, local, self._packs, node, limits, stop)
+        self._own_packs = OwnPacks(
+            self._catalog, local, self._packs, node, limits, stop, compression
+        )
         self._superseding = Superseding(self._catalog, local, limits)
         self._unpublished = UnpublishedShards(
             self._catalog, self._own_packs, local, limits, self._reports, self._space.is_wanted

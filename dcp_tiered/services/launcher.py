@@ -47,6 +47,8 @@ class Order:
     limits: Limits
     residency: dict[str, Any] | None = None
     """The residency policy as plain data; None leaves it to what was noted with the run."""
+    compression: str = "off"
+    """Of packs, one of `config.COMPRESSIONS`."""
     starter: ProcessIdentity | None = None
 
     def to_json(self) -> bytes:

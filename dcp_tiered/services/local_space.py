@@ -233,19 +233,13 @@ class LocalSpace:
             )
 
     def _room(self) -> Room:
-        try:
-            base = self._local.root if self._local.root.exists() else self._local.root.parent
-            found = os.statvfs(base)
-        except OSError as exc:
-            path = str(self._local.root)
-            raise from_os_error(exc, "local", path, "count the bytes that are free") from exc
-        size = found.f_blocks * found.f_frsize
+        free, reserve = free_and_reserve(self._local, self._limits)
         return Room(
             pending_max=self._limits.pending_checkpoints_max,
             bytes_max=self._limits.local_bytes_max,
             bytes_held=self.held_bytes,
-            bytes_free=found.f_bavail * found.f_frsize,
-            bytes_reserve=min(self._limits.local_reserve_bytes, size // _RESERVE_SHARE),
+            bytes_free=free,
+            bytes_reserve=reserve,
         )
 
     def _held(self, but: str | None = None) -> list[Held]:
@@ -334,6 +328,22 @@ class LocalSpace:
             " LOCAL' for what keeps it; save less often, or raise limits such as"
             " pending_checkpoints_max and local_bytes_max.",
         )
+
+
+def free_and_reserve(local: LocalTier, limits: Limits) -> tuple[int, int]:
+    """Return the bytes that are free on the local tier's file system, and those to keep so.
+
+    Raises:
+        InvalidError: It is not there.
+        UnavailableError: It cannot be asked.
+    """
+    try:
+        found = os.statvfs(local.root if local.root.exists() else local.root.parent)
+    except OSError as exc:
+        path = str(local.root)
+        raise from_os_error(exc, "local", path, "count the bytes that are free") from exc
+    size = found.f_blocks * found.f_frsize
+    return found.f_bavail * found.f_frsize, min(limits.local_reserve_bytes, size // _RESERVE_SHARE)
 
 
 def _is_pending(found: Found, report: Report | None) -> bool:

@@ -11,6 +11,7 @@ from dcp_tiered.interfaces import LocalTier
 from dcp_tiered.policy.packing import Candidate, group
 from dcp_tiered.services import shard_headers
 from dcp_tiered.services.catalog import Catalog
+from dcp_tiered.services.pack_upload import PackUpload
 from dcp_tiered.services.packs import PackStore
 from dcp_tiered.services.shard_headers import Row
 from dcp_tiered.version import __version__
@@ -26,6 +27,7 @@ class OwnPacks:
         node: This local root's id.
         limits: Bounds.
         stop: Asked before each pack; True ends the upload with an error.
+        compression: One of `config.COMPRESSIONS`.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class OwnPacks:
         node: str,
         limits: Limits,
         stop: Callable[[], bool],
+        compression: str = "off",
     ) -> None:
         self._catalog = catalog
         self._local = local
@@ -45,6 +48,7 @@ class OwnPacks:
         self._stop = stop
         self._begun_ns = time.time_ns()
         self._tidied: set[str] = set()
+        self._upload = PackUpload(local, packs, limits, stop, compression)
 
     def upload(
         self,
@@ -58,7 +62,7 @@ class OwnPacks:
         Args:
             checkpoint_id: The id.
             rows: The shard files.
-            uploaded: Called after each pack with the bytes that are there.
+            uploaded: Called after each pack with the bytes that are there, before compression.
             check: Called again and again while bytes leave; ends the upload by raising.
 
         Returns:
@@ -68,16 +72,16 @@ class OwnPacks:
         packs = self._there(checkpoint_id, rows)
         packed = {shard.name for pack in packs.values() for shard in pack.shards}
         todo = {row[0]: row for row in rows if row[0] not in packed}
-        done = sum(pack.length for pack in packs.values())
+        done = sum(pack.raw_length or pack.length for pack in packs.values())
         for chosen in group([_candidate(row) for row in todo.values()], self._target()):
-            pack = plan_pack(
+            plan = plan_pack(
                 checkpoint_id, self._node, [todo[one.name] for one in chosen], __version__
             )
             if self._stop():
                 raise UnavailableError("flusher was asked to end", "durable", checkpoint_id)
-            self._packs.upload(checkpoint_id, pack, check)
+            pack = self._upload.upload(checkpoint_id, plan, check)
             packs[pack.name] = pack
-            done += pack.length
+            done += pack.raw_length or pack.length
             uploaded(done)
         return packs
 

@@ -130,6 +130,13 @@ class PackSource:
                 self._blocks = _Blocks.join([self._blocks_of(shard) for shard in self._shards])
             return self._blocks
 
+    def indexes(self) -> list[Index] | None:
+        """Return the footers of the shard files, None when one cannot be read."""
+        try:
+            return [self._index(shard) for shard in self._shards]
+        except (CorruptError, InvalidError):
+            return None
+
     def _blocks_of(self, shard: PackedShard) -> "_Blocks":
         try:
             return _Blocks.of(shard, self._index(shard))

@@ -9,17 +9,14 @@ from awscrt.checksums import crc32c
 from dcp_tiered.errors import AbsentError, AlreadyExistsError, CorruptError, UnavailableError
 from dcp_tiered.format import layout
 from dcp_tiered.format.columns import canonical_json, parse_json
-from dcp_tiered.format.footer import TRAILER_BYTES
-from dcp_tiered.format.pack import Pack, decode_pack, decode_pack_trailer
+from dcp_tiered.format.pack import Pack
 from dcp_tiered.interfaces import DurableTier, LocalTier, ObjectInfo, Source
+from dcp_tiered.services import pack_footer
 from dcp_tiered.services.catalog import parallel
 from dcp_tiered.services.pack_source import PackSource
 
 _OK_BYTES_MAX = 1 << 16
 _READ_BACK_BYTES = 8 << 20
-_TAIL_BYTES = 64 << 10
-"""Most footers are shorter, so one request reads them with their trailer."""
-_TAIL_BYTES_MAX = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +37,15 @@ class PackStore:
         if not self.is_verified(checkpoint_id, pack):
             with PackSource(self.local.root / checkpoint_id, pack) as source:
                 try:
-                    self.bring(checkpoint_id, pack, _Checked(source, check))
+                    self.send(checkpoint_id, pack, Checked(source, check))
                 except CorruptError:
                     source.check()  # says which file it is, if the fault is on this side
                     raise
 
-    def bring(self, checkpoint_id: str, pack: Pack, source: Source) -> None:
-        """Create a pack from its bytes, wherever they are, and verify it."""
-        said = self.durable.upload(layout.key(checkpoint_id, pack.name), source)
-        self._verify_upload(checkpoint_id, pack, said)
+    def send(self, checkpoint_id: str, pack: Pack, source: Source) -> None:
+        """Bring the bytes of a pack to the durable tier and verify them there."""
+        key = layout.key(checkpoint_id, pack.name)
+        self._verify_upload(checkpoint_id, pack, self.durable.upload(key, source))
 
     def is_verified(self, checkpoint_id: str, pack: Pack) -> bool:
         """Tell whether the store holds exactly this pack and that has been verified.
@@ -74,29 +71,18 @@ class PackStore:
         names = {key.partition("/")[2] for key in keys} - known.keys()
         nodes = {name: layout.pack_node(name) for name in names}
         wanted = sorted(n for n, its in nodes.items() if its is not None and node in (None, its))
-        found = parallel(lambda name: self._read(checkpoint_id, name), wanted)
+        found = parallel(lambda name: self.verified(checkpoint_id, name), wanted)
         known.update({pack.name: pack for pack in found if pack is not None})
 
-    def _read(self, checkpoint_id: str, name: str) -> Pack | None:
+    def verified(self, checkpoint_id: str, name: str) -> Pack | None:
         """Return the pack behind a name from its footer, None when it is no verified one."""
         key = layout.key(checkpoint_id, name)
         try:
             info = self.durable.head(key)
-            end = self._end(info, min(_TAIL_BYTES, info.length))
-            trailer = decode_pack_trailer(end[-TRAILER_BYTES:], info.length)
-            size = info.length - trailer.start
-            if size > _TAIL_BYTES_MAX:
-                return None
-            tail = end[-size:] if size <= len(end) else self._end(info, size)
-            pack = decode_pack(name, trailer, tail)
+            pack, _ = pack_footer.read(self.durable, key, name, info.length)
             return pack if self._is(checkpoint_id, info, pack) else None
         except (AbsentError, CorruptError):
             return None
-
-    def _end(self, info: ObjectInfo, size: int) -> bytes:
-        data = bytearray(size)
-        self.durable.read_into(info.key, info.length - size, memoryview(data))
-        return bytes(data)
 
     def _is(self, checkpoint_id: str, info: ObjectInfo, pack: Pack) -> bool:
         """Tell whether what the store says of an object makes it a verified pack."""
@@ -136,10 +122,10 @@ class PackStore:
             raise CorruptError("pack reads back with other bytes than were sent", "durable", key)
 
 
-class _Checked:
+class Checked:
     """A source that asks before each read."""
 
-    def __init__(self, source: PackSource, check: Callable[[], None]) -> None:
+    def __init__(self, source: Source, check: Callable[[], None]) -> None:
         self.length, self.crc32c = source.length, source.crc32c
         self.checksum = source.checksum
         self._source, self._check = source, check

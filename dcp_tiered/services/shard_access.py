@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from awscrt.checksums import crc32c
 
@@ -25,10 +25,25 @@ from dcp_tiered.format.manifest import Head
 from dcp_tiered.format.records import Commit
 from dcp_tiered.format.shardfile import BLOCK_BYTES, END_MAGIC, Index, decode_index
 from dcp_tiered.interfaces import LocalTier, Tier
+from dcp_tiered.services.unpacked import Unpacked
 from dcp_tiered.syscalls import PAGE_BYTES, address, copy_memory
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class Readable(Protocol):
+    """What a copy of a shard file is read from; see `Tier`."""
+
+    name: str
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `start`; no fewer bytes than asked."""
+        ...
+
+    def read_alignment(self, key: str) -> int:
+        """Return which border memory has to lie on to be filled without one more copy."""
+        ...
 
 
 @dataclass(slots=True)
@@ -80,13 +95,15 @@ class ShardAccess:
         self._durable = durable
         self._placed = {place.shard: place for place in commit.placements} if commit else {}
         self._packs = commit.packs if commit else ()
+        self._unpacked: dict[int, Unpacked] = {}
+        """Compressed packs that have been asked for, by position in the commit."""
         self._bad: dict[int, TieredError] = {}
         """What was wrong with the local copy of a shard file."""
         self._indexes: dict[int, Index] = {}
         self._alignments: dict[int, int] = {}
         self._lock = threading.Lock()
         self.bytes_read = {"local": 0, "durable": 0}
-        """Bytes read from each tier."""
+        """Bytes of shard files read from each tier; of a compressed pack, those that came out."""
 
     def index(self, shard: int) -> Index:
         """Return the footer of a shard file, by position in the manifest."""
@@ -203,9 +220,9 @@ class ShardAccess:
             "Start on that node, or load an older checkpoint by its checkpoint_id.",
         )
 
-    def _copies(self, shard: int) -> list[tuple[Tier, str, int]]:
+    def _copies(self, shard: int) -> list[tuple[Readable, str, int]]:
         ref = self._head.shards[shard]
-        copies: list[tuple[Tier, str, int]] = []
+        copies: list[tuple[Readable, str, int]] = []
         with self._lock:
             trusted = shard not in self._bad
         if self._local is not None and trusted:
@@ -214,10 +231,18 @@ class ShardAccess:
         if self._durable is not None and place is not None:
             pack = self._packs[place.pack]
             key = layout.key(self._head.checkpoint_id, pack.name)
-            if place.start + ref.length > pack.length:
+            if place.start + ref.length > (pack.raw_length or pack.length):
                 raise CorruptError("commit places a shard file outside its pack", "durable", key)
-            copies.append((self._durable, key, place.start))
+            copies.append((self._readable(self._durable, place.pack), key, place.start))
         return copies
+
+    def _readable(self, durable: Tier, number: int) -> Readable:
+        """Return what reads the shard files in a pack."""
+        pack = self._packs[number]
+        if pack.raw_length is None:
+            return durable
+        with self._lock:
+            return self._unpacked.setdefault(number, Unpacked(durable, pack))
 
     def _distrust(self, shard: int, error: TieredError) -> None:
         with self._lock:
@@ -231,14 +256,14 @@ class ShardAccess:
             )
 
 
-def _read_sound(tier: Tier, key: str, start: int, data: memoryview, use: Callable[[], T]) -> T:
+def _read_sound(tier: Readable, key: str, start: int, data: memoryview, use: Callable[[], T]) -> T:
     """Read, and once more where what came is not sound.
 
     When another thread forks while the disk writes into our memory, an older kernel leaves the
     bytes to the child. What is wrong on disk is wrong twice.
     """
-    tier.read_into(key, start, data)
     try:
+        tier.read_into(key, start, data)
         return use()
     except CorruptError:
         tier.read_into(key, start, data)

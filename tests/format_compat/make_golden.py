@@ -1,21 +1,24 @@
 """Write the golden files of one format version from fixed values.
 
-    python tests/format_compat/make_golden.py DIRECTORY
+    python tests/format_compat/make_golden.py v1|v1-frames DIRECTORY
 
-The files under v1/ were made once. They are never made again: that old bytes stay readable is what
-they prove. See test_golden.py for how the format changes.
+The files under v1/ and v1-frames/ were made once. They are never made again: that old bytes stay
+readable is what they prove. See test_golden.py for how the format changes.
 """
 
+import hashlib
 import struct
 import sys
 from pathlib import Path
 
 from awscrt.checksums import crc32c
 
+from dcp_tiered.format import frames
+from dcp_tiered.format.footer import TRAILER_BYTES, decode_trailer
 from dcp_tiered.format.layout import shard_name
 from dcp_tiered.format.manifest import Chunk, Entry, Head, Manifest, ShardRef, encode_manifest
 from dcp_tiered.format.manifest import sha256 as sha256_of
-from dcp_tiered.format.pack import plan_pack
+from dcp_tiered.format.pack import compressed_pack, plan_pack
 from dcp_tiered.format.records import (
     Commit,
     Expired,
@@ -24,7 +27,15 @@ from dcp_tiered.format.records import (
     Placement,
     encode_record,
 )
-from dcp_tiered.format.shardfile import BLOCK_BYTES, Builder, Header, Item, encode_header
+from dcp_tiered.format.shardfile import (
+    BLOCK_BYTES,
+    END_MAGIC,
+    Builder,
+    Header,
+    Item,
+    decode_index,
+    encode_header,
+)
 
 CHECKPOINT_ID = "step-1000"
 NODE = "0a1b2c3d4e5f"
@@ -158,8 +169,82 @@ def files() -> dict[str, bytes]:
     }
 
 
+def tensors() -> dict[str, tuple[str, bytes]]:
+    """Return tensors by name, with dtype: of high bytes that repeat, and low bytes that do not."""
+    noise = [hashlib.sha256(struct.pack("<I", number)).digest() for number in range(5000)]
+    low = b"".join(noise)
+    high = bytes(0x3C + (byte & 1) for byte in low)
+    halves = bytearray(2 * len(low))
+    halves[0::2], halves[1::2] = low, high
+    words = bytearray(4 * len(low))
+    words[2::4], words[3::4] = low, high
+    return {
+        "bfloat16": ("bfloat16", bytes(halves)),
+        "rounded": ("float32", bytes(words)),
+        "whole": ("int64", bytes(halves[:80_000])),
+    }
+
+
+def framed_files() -> dict[str, bytes]:
+    """Return the golden files of a compressed pack by name."""
+    header = Header(
+        checkpoint_id=CHECKPOINT_ID,
+        rank=0,
+        world_size=1,
+        local_world_size=1,
+        node=NODE,
+        token=TOKEN,
+        written_by=VERSION,
+    )
+    builder, data = Builder(header), bytearray(encode_header(header))
+    for fqn, (dtype, raw) in tensors().items():
+        size = (len(raw) // {"bfloat16": 2, "float32": 4, "int64": 8}[dtype],)
+        start = builder.next_start(len(raw))
+        crcs = [crc32c(raw[at : at + BLOCK_BYTES]) for at in range(0, len(raw), BLOCK_BYTES)]
+        box = {"offsets": (0,), "sizes": size, "shape": size}
+        builder.add(Item(fqn=fqn, dtype=dtype, start=start, length=len(raw), crcs=crcs, **box))
+        data += bytes(start - len(data)) + raw
+    footer_start = builder.cursor
+    shard = bytes(data) + builder.finish()
+    plan = plan_pack(
+        CHECKPOINT_ID, NODE, [(shard_name(0, TOKEN), len(shard), crc32c(shard))], VERSION
+    )
+    trailer = decode_trailer(shard[-TRAILER_BYTES:], len(shard), END_MAGIC)
+    index = decode_index(trailer, shard[footer_start : footer_start + trailer.stored_length])
+    table, stored = frames.Builder(), b""
+    for start, end, codec in frames.stretches(index, len(shard)):
+        small = frames.encode_frame(codec, shard[start:end])
+        kept = small or shard[start:end]
+        table.add(codec if small else frames.AS_IT_IS, end - start, len(kept))
+        stored += kept
+    pack = compressed_pack(CHECKPOINT_ID, plan, table.finish(), crc32c(stored), VERSION)
+    commit = Commit(
+        checkpoint_id=CHECKPOINT_ID,
+        attempt=ATTEMPT,
+        sequence=1_767_323_045_000_000_000,
+        step=1000,
+        manifest_sha256="0" * 64,
+        manifest_length=0,
+        packs=(
+            PackRef(
+                name=pack.name, length=pack.length, crc32c=pack.crc32c, raw_length=pack.raw_length
+            ),
+        ),
+        placements=(Placement(shard=shard_name(0, TOKEN), pack=0, start=0),),
+        bytes_stored=len(shard),
+        committed_by=NODE,
+        committed_at="2026-01-02T03:05:00Z",
+    )
+    return {
+        "compressed.pack": stored + pack.tail,  # its name depends on the version of zstd
+        "record-1.json": encode_record(commit, VERSION),
+    }
+
+
+SETS = {"v1": files, "v1-frames": framed_files}
+
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
+    target = Path(sys.argv[2])
     target.mkdir(parents=True)
-    for name, data in files().items():
+    for name, data in SETS[sys.argv[1]]().items():
         (target / name).write_bytes(data)

@@ -95,10 +95,43 @@ def shard_file(data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return header, items
 
 
+def frame(codec: int, stored: bytes, length: int) -> bytes:
+    """Stored bytes as they are, or parts of elements, each of them zstd or not."""
+    if codec == 0:
+        return stored
+    widths = {1: [1, 1], 2: [2, 1, 1]}[codec]
+    size, at, offset, raw = sum(widths), 4 * len(widths), 0, bytearray(length)
+    for width, count in zip(widths, struct.unpack_from(f"<{len(widths)}I", stored), strict=True):
+        part, at = stored[at : at + count], at + count
+        if count < length // size * width:
+            part = zstandard.decompress(part)
+        for byte in range(width):
+            raw[offset + byte :: size] = part[byte::width]
+        offset += width
+    assert at == len(stored)
+    return bytes(raw)
+
+
+def unpacked(data: bytes) -> bytes:
+    """A pack's shard files, end to end."""
+    start, meta, arrays = footer(data, b"DCPTPAK1")
+    if not meta["requires"]:
+        return data[:start]
+    assert meta["requires"] == ["frames"]
+    at, parts = 0, []
+    for raw, stored, codec in zip(*(arrays[n] for n in ("raw", "stored", "codec")), strict=True):
+        parts.append(frame(codec, data[at : at + stored], raw))
+        at += stored
+    assert at == start
+    return b"".join(parts)
+
+
 def pack(data: bytes) -> dict[str, bytes]:
     """Shard files by name; their checksums are checked."""
-    _, meta, _ = footer(data, b"DCPTPAK1")
-    found = {}
+    start, meta, _ = footer(data, b"DCPTPAK1")
+    if meta["requires"]:
+        assert crc32c(data[:start]) == meta["crc32c"]
+    found, data = {}, unpacked(data)
     for name, start, length, crc in meta["shards"]:
         assert start % 4096 == 0
         found[name] = data[start : start + length]

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from dcp_tiered.errors import InvalidError
+from dcp_tiered.format import frames
 from dcp_tiered.format import pack as package_pack
-from dcp_tiered.format.footer import TRAILER_BYTES, decode_trailer
+from dcp_tiered.format.footer import TRAILER_BYTES, check_features, decode_trailer
 from dcp_tiered.format.manifest import decode_manifest
 from dcp_tiered.format.records import Commit, Expired, Fence, decode_record
 from dcp_tiered.format.shardfile import (
@@ -29,6 +31,8 @@ from tests.format_compat import make_golden as golden
 from tests.format_compat import own_decoder
 
 V1 = Path(__file__).parent / "v1"
+FRAMES = Path(__file__).parent / "v1-frames"
+COMPRESSED = (FRAMES / "compressed.pack").read_bytes()
 SHARD = (V1 / "3-0123456789abcdef.shard").read_bytes()
 PACK_NAME = "0a1b2c3d4e5f-f5d7082ac711623d.pack"
 PACK = (V1 / PACK_NAME).read_bytes()
@@ -207,8 +211,65 @@ def test_what_is_written_today_means_the_same(name: str) -> None:
         assert own_decoder.record(new).keys() == own_decoder.record(old).keys()
 
 
-def test_the_golden_files_are_those_of_the_script(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [V1, FRAMES], ids=lambda path: path.name)
+def test_the_golden_files_are_those_of_the_script(kept: Path, tmp_path: Path) -> None:
     script = Path(__file__).parent / "make_golden.py"
-    subprocess.run([sys.executable, script, tmp_path / "again"], check=True, timeout=60)
+    command = [sys.executable, script, kept.name, tmp_path / "again"]
+    subprocess.run(command, check=True, timeout=60)
     made = sorted(path.name for path in (tmp_path / "again").iterdir())
-    assert made == sorted(path.name for path in V1.iterdir())
+    assert made == sorted(path.name for path in kept.iterdir())
+
+
+def frame_table(data: bytes) -> list[tuple[int, int, int]]:
+    _, _, arrays = own_decoder.footer(data, b"DCPTPAK1")
+    return list(zip(arrays["codec"], arrays["raw"], arrays["stored"], strict=True))
+
+
+def tensors_in(pack: bytes) -> dict[str, bytes]:
+    (shard,) = own_decoder.pack(pack).values()
+    return {item["name"]: item["bytes"] for item in own_decoder.shard_file(shard)[1]}
+
+
+def test_compressed_pack_by_both() -> None:
+    (record,) = [own_decoder.record((FRAMES / "record-1.json").read_bytes())]
+    assert record["requires"] == ["frames"]
+    (said,) = record["packs"]
+    assert said["length"] == len(COMPRESSED) < said["raw_length"] * 0.7
+    assert said["crc32c"] == own_decoder.crc32c(COMPRESSED)
+    assert tensors_in(COMPRESSED) == {name: raw for name, (_, raw) in golden.tensors().items()}
+    raw = own_decoder.unpacked(COMPRESSED)
+    assert len(raw) == said["raw_length"]
+    trailer = package_pack.decode_pack_trailer(COMPRESSED[-TRAILER_BYTES:], len(COMPRESSED))
+    pack, table = package_pack.decode_pack_and_frames(
+        said["name"], trailer, COMPRESSED[trailer.start :]
+    )
+    assert (pack.length, pack.crc32c, pack.raw_length) == tuple(
+        said[name] for name in ("length", "crc32c", "raw_length")
+    )
+    assert table is not None
+    found = bytearray(len(raw))
+    for cut in table.cuts(0, len(raw)):
+        stored, place = (memoryview(data) for data in (COMPRESSED[cut.start : cut.end], found))
+        place = place[cut.raw_start : cut.raw_end]
+        if cut.codec:
+            frames.decode_frame(cut.codec, stored, place)
+        else:
+            place[:] = stored
+    assert bytes(found) == raw
+    assert [codec for codec, _, _ in frame_table(COMPRESSED)] == [0, 1, 0, 2, 0]
+
+
+def test_what_is_compressed_today_means_the_same() -> None:
+    new = golden.framed_files()
+    assert own_decoder.pack(new["compressed.pack"]) == own_decoder.pack(COMPRESSED)
+    old = decode_record((FRAMES / "record-1.json").read_bytes(), "step-1000")
+    again = decode_record(new["record-1.json"], "step-1000")
+    assert isinstance(old, Commit)
+    assert isinstance(again, Commit)
+    assert old.packs[0].raw_length == again.packs[0].raw_length
+
+
+def test_who_does_not_know_frames_refuses_them_by_name() -> None:
+    for needs in (["frames"], ["frames", "planes"]):
+        with pytest.raises(InvalidError, match="needs .*" + needs[-1]):
+            check_features(1, needs, "0.1", known=needs[:-1])

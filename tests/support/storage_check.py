@@ -12,6 +12,8 @@ from typing import Any
 import zstandard
 from awscrt.checksums import crc32c
 
+from tests.format_compat import own_decoder
+
 assert crc32c(b"123456789") == 0xE3069283, "the check value of CRC-32C"
 
 _BUCKET_URL = "tiered::s3://"
@@ -154,6 +156,9 @@ def _check_commit(checkpoint_id: str, commit: dict[str, Any], get: Callable[[str
     for pack in commit["packs"]:
         data = get(f"{checkpoint_id}/{pack['name']}")
         assert (len(data), crc32c(data)) == (pack["length"], pack["crc32c"]), pack
+        if "raw_length" in pack:
+            data = own_decoder.unpacked(data)
+            assert len(data) == pack["raw_length"]
         packs.append(data)
     placed = {row["shard"]: (row["pack"], row["start"]) for row in commit["placements"]}
     assert placed.keys() == {row[0] for row in meta["shards"]}
