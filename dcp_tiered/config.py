@@ -24,6 +24,7 @@ _SECRET_QUERY = ("?", "#")
 _EXAMPLE = "such as 'tiered::s3://bucket/run42'"
 
 ON_FULL = ("block", "fail")
+ON_VIOLATION = ("hold", "fail_save")
 ENGINES = ("auto", "direct", "buffered", "gds", "kvikio")
 FILE_PROTOCOLS = ("file", "local")
 S3_PROTOCOLS = ("s3", "s3a")
@@ -111,6 +112,8 @@ class Settings:
     """What writes to the local tier, one of `ENGINES`."""
     on_full: str = "block"
     """What a save does that finds no room, one of `ON_FULL`."""
+    on_violation: str = "hold"
+    """What a save does while the flusher finds the target not allowed, one of `ON_VIOLATION`."""
     limits: Limits = field(default_factory=Limits)
     residency: Mapping[str, Any] | str | None = None
     """The residency policy as it was given, or the text of its file; parsed in `stack`."""
@@ -131,6 +134,7 @@ def settings(
     engine: str | None = None,
     on_full: str | None = None,
     residency: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    on_violation: str | None = None,
 ) -> Settings:
     """Build settings from what a user gave, what the URL says, and fsspec's configuration.
 
@@ -143,6 +147,8 @@ def settings(
         on_full: What a save without room does; else `options["tiered"]["on_full"]`, else `block`.
         residency: Where the run may be flushed to: a policy or the path of its file; else
             `options["tiered"]["residency"]`, else anywhere.
+        on_violation: What a save does while the target is not allowed; else
+            `options["tiered"]["on_violation"]`, else `hold`.
 
     Raises:
         InvalidError: The URL or an option cannot be right.
@@ -167,6 +173,7 @@ def settings(
         options=durable,
         engine=_choice("engine", engine, tiered, ENGINES),
         on_full=_choice("on_full", on_full, tiered, ON_FULL),
+        on_violation=_choice("on_violation", on_violation, tiered, ON_VIOLATION),
         limits=_checked(limits or _limits(tiered.get("limits") or {})),
         residency=_residency(tiered.get("residency") if residency is None else residency),
     )

@@ -50,6 +50,10 @@ HELD_RESIDENCY = Metric(
     "dcp_tiered_held_residency_checkpoints",
     "Checkpoints that the residency policy keeps on this node",
 )
+INCIDENTS = Metric(
+    "dcp_tiered_residency_incidents",
+    "Incident files on this node: what was written, and where that was found to be forbidden then",
+)
 UPLOAD_BYTES = Metric("dcp_tiered_upload_bytes_total", "Bytes of packs sent, repeated ones too")
 PACING = Metric(
     "dcp_tiered_pacing_seconds_total", "Time that uploads waited because of `bytes_per_second_max`"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dcp_tiered.cli.ending import Ending, step_back
 
 if TYPE_CHECKING:
-    from dcp_tiered.services.launcher import Order
+    from dcp_tiered.services.launcher import Order, Stopped
     from dcp_tiered.services.lock import FlusherLock
     from dcp_tiered.services.outgoing import Outgoing
 
@@ -62,7 +62,9 @@ def _flush(order: "Order", ending: Ending) -> None:
                 # Somebody was faster since we looked: look again who that is and whom it serves.
                 continue
             out = stack.outgoing(order, ending.due)
-            flusher = stack.flusher(order, lock, ending.is_asked, out)
+            # Who is held to a policy that was replaced meanwhile begins anew, with the new one.
+            stopped = _either(ending.is_asked, stack.is_outdated(order))
+            flusher = stack.flusher(order, lock, stopped, out)
             _log.info("flushing %s to %s", order.run_path, order.url)
             flusher.run(order.limits.idle_exit_s)
             asked = lock.asked_to_hand_over()
@@ -74,6 +76,11 @@ def _flush(order: "Order", ending: Ending) -> None:
         if ending.is_asked() or asked or not flusher.has_work():
             _log.info("ending")
             return
+        order = stack.renewed(order)
+
+
+def _either(one: "Stopped", other: "Stopped") -> "Stopped":
+    return lambda: one() or other()
 
 
 def _drain(order: "Order", lock: "FlusherLock", ending: Ending, out: "Outgoing") -> None:

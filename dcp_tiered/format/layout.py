@@ -10,6 +10,7 @@ Durable tier, below the run root, and local tier, below the run directory:
     <checkpoint id>/published-<n>.json             local
     <checkpoint id>/asked-<rank>                   local
     run.json, node.json                            local
+    residency-incident-<n>.json                    local
 
 A name that was read from storage counts only after it has passed the patterns below.
 """
@@ -26,6 +27,8 @@ LOCK_FILE = "flusher.lock"
 LOG_FILE = "flusher.log"
 STATUS_FILE = "flusher-status.json"
 TAKEOVER_FILE = "flusher.takeover"
+JOURNAL_FILE = ".residency-journal"
+"""No checkpoint has such a name."""
 _RESERVED = (RUN_FILE, NODE_FILE, LOCK_FILE, LOG_FILE, STATUS_FILE, TAKEOVER_FILE)
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
@@ -37,12 +40,14 @@ _MANIFEST = re.compile(r"manifest-([0-9a-f]{16})\.json")
 _PACK = re.compile(r"packs/([0-9a-f]{12})-([0-9a-f]{16})\.pack")
 _PUBLISHED = re.compile(r"published-([1-9][0-9]{0,8})\.json")
 _RECORD = re.compile(r"record-([1-9][0-9]{0,8})\.json")
+_INCIDENT = re.compile(r"residency-incident-([1-9][0-9]{0,8})\.json")
 _LAST_INTEGER = re.compile(r"([0-9]{1,18})(?!.*[0-9])")
 
 
 def is_checkpoint_id(text: str) -> bool:
     """Tell whether `text` may name a checkpoint."""
-    return _ID.fullmatch(text) is not None and text not in _RESERVED
+    is_taken = text in _RESERVED or _INCIDENT.fullmatch(text) is not None
+    return _ID.fullmatch(text) is not None and not is_taken
 
 
 def check_checkpoint_id(text: object) -> str:
@@ -112,6 +117,17 @@ def published_number(name: str) -> int | None:
 def asked_name(rank: int) -> str:
     """Return the name of the note that says when a rank last began to replace a checkpoint."""
     return f"asked-{rank}"
+
+
+def incident_name(number: int) -> str:
+    """Return the name of an incident file in the run's directory."""
+    return _checked(_INCIDENT, f"residency-incident-{number}.json")
+
+
+def incident_number(name: str) -> int | None:
+    """Return the number in an incident file's name, None when it is not such a name."""
+    match = _INCIDENT.fullmatch(name)
+    return int(match.group(1)) if match else None
 
 
 def record_name(number: int) -> str:
@@ -207,7 +223,7 @@ def check_stored_id(text: object) -> str:
         CorruptError: It is not one.
     """
     found = _from_storage(_ID, text, "checkpoint id")
-    if found in _RESERVED:
+    if not is_checkpoint_id(found):
         raise CorruptError(f"{found!r} is not a valid checkpoint id")
     return found
 

@@ -6,9 +6,9 @@ goes on (I11). Nothing here decides what a checkpoint is: the catalog does.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from dcp_tiered.config import Limits
 from dcp_tiered.errors import (
@@ -28,10 +28,12 @@ from dcp_tiered.services.catalog import Catalog, Published
 from dcp_tiered.services.claim import Claim
 from dcp_tiered.services.local_changes import LocalChanges
 from dcp_tiered.services.local_space import LocalSpace
+from dcp_tiered.services.no_policy import NoPolicy
 from dcp_tiered.services.other_nodes import UnpublishedShards
 from dcp_tiered.services.own_packs import OwnPacks
 from dcp_tiered.services.packs import PackStore
 from dcp_tiered.services.progress import Report, ReportFile, describe_error
+from dcp_tiered.services.residency import Guard
 
 _log = logging.getLogger(__name__)
 _FIXABLE_PAUSE_S_MAX = 5.0
@@ -83,8 +85,8 @@ class Flusher:
         node: This local root's id.
         limits: Bounds.
         stop: Asked between requests; True makes the flusher end soon.
-        evidence: Asked before each commit for what the record says of residency; raises where a
-            policy forbids it. None: records say nothing.
+        residency: Asked before each commit for what the record says of it, and once more after;
+            raises where a policy forbids it. None: there is no policy.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class Flusher:
         node: str,
         limits: Limits,
         stop: Callable[[], bool],
-        evidence: Callable[[], Mapping[str, Any] | None] | None = None,
+        residency: Guard | None = None,
     ) -> None:
         self._catalog = Catalog(local, durable)
         self._packs = PackStore(local, durable)
@@ -102,7 +104,7 @@ class Flusher:
         self._node = node
         self._limits = limits
         self._stop = stop
-        self._evidence = evidence or _nothing
+        self._residency = residency or NoPolicy()
         self._open: dict[str, _Open] = {}
         self._changes = LocalChanges(local)
         self._reports = ReportFile(run_path=local.root)
@@ -117,11 +119,21 @@ class Flusher:
         self._reports.write()
         idle_since = time.monotonic()
         while not self._stop():
-            if self.step():
+            if self.turn():
                 idle_since = time.monotonic()
             elif time.monotonic() - idle_since >= idle_exit_s:
                 return
             time.sleep(self._limits.poll_s)
+
+    def turn(self) -> bool:
+        """Do one step, and look at the target when that is due; tell whether to stay.
+
+        As long as a violation stands somebody has to see when it is mended.
+        """
+        busy = self.step()
+        if not busy:
+            self._residency.settle()
+        return self._residency.watch() or busy
 
     def step(self, ranked: Callable[[list[str]], list[str]] = list) -> bool:
         """Try every checkpoint whose time has come; return whether any is still open.
@@ -301,6 +313,7 @@ class Flusher:
         """Bring one checkpoint to the durable tier: manifest, then packs, then the record."""
         head = published.head
         state = self._open[head.checkpoint_id]
+        self._residency.admit(head.policy_sha256)
         self._catalog.follow(head.checkpoint_id, state.log)
         highest, mine = self._catalog.may_commit(head, state.log)
         if mine is not None:
@@ -317,7 +330,9 @@ class Flusher:
         if turn > 0:
             _log.warning("committing %s in place of node %s", head.checkpoint_id, head.node)
             self._catalog.put_manifest(published)
-        return self._catalog.commit(head, state.claim.make)
+        commit = self._catalog.commit(head, state.claim.make)
+        self._residency.settle()
+        return commit
 
     def _upload_own(self, published: Published, state: _Open) -> Claim:
         """Upload and verify this node's packs of a checkpoint."""
@@ -333,7 +348,8 @@ class Flusher:
             rows,
             lambda done: self._report(head.checkpoint_id, state, "uploading", done),
         )
-        claim = Claim(self._packs, published, self._node, self._evidence)
+        evidence = partial(self._residency.require, fresh=True)
+        claim = Claim(self._packs, published, self._node, evidence)
         claim.add(packs)
         return claim
 
@@ -362,7 +378,3 @@ class Flusher:
             head.checkpoint_id,
             "Look at 'dcp-tiered status' on that node; if it is lost, others commit in its place.",
         )
-
-
-def _nothing() -> None:
-    """Say nothing of residency."""
