@@ -106,6 +106,7 @@ class Flusher:
         self._stop = stop
         self._residency = residency or NoPolicy()
         self._open: dict[str, _Open] = {}
+        self._busy_at = 0.0
         self._changes = LocalChanges(local)
         self._reports = ReportFile(run_path=local.root)
         self._space = LocalSpace(self._catalog, local, limits)
@@ -117,11 +118,11 @@ class Flusher:
     def run(self, idle_exit_s: float) -> None:
         """Flush until there has been nothing to do for `idle_exit_s` seconds, or `stop`."""
         self._reports.write()
-        idle_since = time.monotonic()
+        self._busy_at = time.monotonic()
         while not self._stop():
             if self.turn():
-                idle_since = time.monotonic()
-            elif time.monotonic() - idle_since >= idle_exit_s:
+                self._busy_at = time.monotonic()
+            elif time.monotonic() - self._busy_at >= idle_exit_s:
                 return
             time.sleep(self._limits.poll_s)
 
@@ -147,7 +148,9 @@ class Flusher:
                 return True
             if time.monotonic() < self._open[checkpoint_id].not_before:
                 continue
-            if not self._try(checkpoint_id):
+            store_answers = self._try(checkpoint_id)
+            self._busy_at = time.monotonic()  # a long upload is no idle time
+            if not store_answers:
                 break
             self._space.trim()
         waiting = self._unpublished.step()
