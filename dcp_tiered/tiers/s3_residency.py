@@ -219,6 +219,8 @@ class _Look:
 
     def _acl(self) -> Fact:
         """Tell whether access lists make it public, or that there are none."""
+        if not self._is_aws:  # some say that lists are off, and go by them
+            return grants(self._ask("get_bucket_acl", "s3:GetBucketAcl"))
         answer = self._ask("get_bucket_ownership_controls", "s3:GetBucketOwnershipControls")
         ownership = "ObjectWriter"
         if answer.kind is Kind.OK:

@@ -6,6 +6,7 @@ import signal
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,39 @@ def test_without_a_policy_a_public_bucket_gets_nothing(amazon, bucket, arguments
         with suppress(ResidencyError):
             writer.wait("durable", "step-1", timeout_s=40)
         writer.wait("durable", "step-1", timeout_s=40)
+
+
+def test_a_real_server_that_becomes_public_is_seen(s3_server, local):
+    """SeaweedFS, with and without a policy."""
+    bucket = f"open-{uuid.uuid4().hex[:8]}"
+    s3_server.client().create_bucket(Bucket=bucket)
+    policy = {
+        "allow": [{"provider": "s3compat", "endpoint": s3_server.endpoint}],
+        "ttl_s": 1,
+        "attestations": [
+            {
+                "target": f"{s3_server.endpoint}/{bucket}",
+                "fact": fact,
+                "by": "alice",
+                "reason": "it runs in this test",
+                "expires": (datetime.now(UTC) + timedelta(days=30)).isoformat(),
+            }
+            for fact in ("location", "not_public", "replication")
+        ],
+    }
+    given = {"local": str(local), "limits": QUICK, "s3": s3_server.storage_options()}
+    with TieredWriter(f"tiered::s3://{bucket}/a", residency=policy, **given) as writer:
+        save(writer, "step-1")
+        writer.wait("durable", "step-1", timeout_s=40)
+        s3_server.client().put_bucket_acl(Bucket=bucket, ACL="public-read")
+        (incident,) = await_that("the incident", lambda: incidents(local))
+        assert "not_public is DENY" in incident["reason"]
+    with TieredWriter(f"tiered::s3://{bucket}/b", **given) as writer:
+        save(writer, "step-1")
+        with pytest.raises(ResidencyError, match="public"):
+            writer.wait("durable", "step-1", timeout_s=40)
+    listed = s3_server.client().list_objects_v2(Bucket=bucket, Prefix="b/")
+    assert listed["KeyCount"] == 0
 
 
 def test_what_was_held_leaves_under_the_policy_that_was_mended(amazon, bucket, arguments):
