@@ -25,7 +25,12 @@ from dcp_tiered.services.lock import FlusherLock
 from dcp_tiered.services.no_policy import NoPolicy, RegionKept
 from dcp_tiered.services.outgoing import Outgoing, never
 from dcp_tiered.services.residency import Guard, PolicyCheck
-from dcp_tiered.services.residency_note import note_policy, noted_policies, read_note
+from dcp_tiered.services.residency_note import (
+    known_policies,
+    note_policy,
+    noted_policy,
+    read_note,
+)
 from dcp_tiered.services.resident_tier import ReadFromResident, ResidentTier
 from dcp_tiered.tiers.mount_residency import MountLook
 from dcp_tiered.tiers.mounted import MountedTier, stripes_for
@@ -226,13 +231,13 @@ def flusher(
 def is_outdated(order: launcher.Order) -> Callable[[], bool]:
     """Return what tells whether another policy was noted with the run since now."""
     local = local_of(order)
-    noted = read_note(local).get("policy")
-    return lambda: bool(read_note(local).get("policy") != noted)
+    before = noted_policy(local)
+    return lambda: noted_policy(local) not in (None, before)
 
 
 def renewed(order: launcher.Order) -> launcher.Order:
     """Return an order with the policy that was noted last, which no starter may know of yet."""
-    return replace(order, residency=read_note(local_of(order)).get("policy") or order.residency)
+    return replace(order, residency=noted_policy(local_of(order)) or order.residency)
 
 
 def local_of(order: launcher.Order) -> PosixTier:
@@ -272,7 +277,7 @@ def _guard(run: Settings, local: LocalTier) -> Guard:
     assert durable is not None
     if policy is not None:
         journal = KeyJournal(local, durable.url)
-        return PolicyCheck(policy, _look_at(durable), journal, noted_policies(read_note(local)))
+        return PolicyCheck(policy, _look_at(durable), journal, known_policies(local))
     if isinstance(durable, S3Tier):
         return RegionKept(local, durable.region, durable.look_public)
     return NoPolicy(_public_mount(_look_at(durable)))

@@ -35,7 +35,7 @@ def note_policy(local: LocalTier, policy: Policy) -> None:
         noted = read_note(local)
         if noted.get("policy") == dict(policy.plain):
             return
-        earlier = [sha for sha in noted_policies(noted) if sha != policy.sha256][:_REPLACED_MAX]
+        earlier = [sha for sha in _hashes(noted) if sha != policy.sha256][:_REPLACED_MAX]
     except ResidencyError:
         _log.warning("writing the noted residency policy anew")
     data = canonical_json({"policy": dict(policy.plain), "replaced": earlier})
@@ -45,8 +45,22 @@ def note_policy(local: LocalTier, policy: Policy) -> None:
         replace(local, NOTE_FILE, data)
 
 
-def noted_policies(note: Mapping[str, Any]) -> list[str]:
-    """Return the hashes of the policies that are or were in force on a node, the newest first."""
+def noted_policy(local: LocalTier) -> dict[str, Any] | None:
+    """Return the policy that is noted as plain data, None where there is none or it is damaged."""
+    with contextlib.suppress(ResidencyError):
+        policy = read_note(local).get("policy")
+        return policy if isinstance(policy, dict) else None
+    return None
+
+
+def known_policies(local: LocalTier) -> list[str]:
+    """Return hashes of the policies that are or were in force on a node, the newest first."""
+    with contextlib.suppress(ResidencyError):
+        return _hashes(read_note(local))
+    return []
+
+
+def _hashes(note: Mapping[str, Any]) -> list[str]:
     hashes: list[str] = []
     if "policy" in note:
         with contextlib.suppress(InvalidError):

@@ -9,7 +9,13 @@ from dcp_tiered.errors import ResidencyError, UnavailableError
 from dcp_tiered.policy.residency_schema import parse
 from dcp_tiered.services.no_policy import RegionKept
 from dcp_tiered.services.residency import PolicyCheck
-from dcp_tiered.services.residency_note import NOTE_FILE, note_policy, read_note
+from dcp_tiered.services.residency_note import (
+    NOTE_FILE,
+    known_policies,
+    note_policy,
+    noted_policy,
+    read_note,
+)
 from dcp_tiered.services.resident_tier import ResidentTier
 from dcp_tiered.tiers.posix import PosixTier
 from tests.support.places import POLICY, Place
@@ -120,6 +126,18 @@ def test_a_policy_is_kept_with_the_run(tmp_path: Path):
     note_policy(local, other)
     assert parse(read_note(local)["policy"]) == other
     assert list(local.list_directories()) == []
+
+
+def test_a_policy_that_was_replaced_is_remembered(tmp_path: Path):
+    local = PosixTier(tmp_path / "run", tmp_path, "local")
+    policies = [parse(POLICY | {"ttl_s": ttl}) for ttl in (1, 2, 1, 3)]
+    for policy in policies:
+        note_policy(local, policy)
+    assert known_policies(local) == [policies[n].sha256 for n in (3, 2, 1)]
+    assert noted_policy(local) == policies[3].plain
+    (tmp_path / "run" / NOTE_FILE).write_text("{")
+    assert known_policies(local) == []
+    assert noted_policy(local) is None
 
 
 def test_a_damaged_note_is_no_missing_one(tmp_path: Path):
