@@ -13,7 +13,7 @@ from dcp_tiered.engines.arena import Arena
 from dcp_tiered.engines.choose import choose, host_engine
 from dcp_tiered.errors import InvalidError, ResidencyError
 from dcp_tiered.format import layout
-from dcp_tiered.format.residency import Fact, Observed
+from dcp_tiered.format.residency import Fact, Observed, Verdict
 from dcp_tiered.interfaces import DurableTier, Engine, LocalTier
 from dcp_tiered.policy import residency_schema
 from dcp_tiered.policy.residency import READING, Decision, Policy, decide
@@ -209,11 +209,23 @@ def outgoing(
 
 
 def flusher(
-    order: launcher.Order, lock: FlusherLock, stopped: launcher.Stopped, out: Outgoing | None = None
+    order: launcher.Order,
+    lock: FlusherLock,
+    stopped: launcher.Stopped,
+    out: Outgoing | None = None,
+    residency: Guard | None = None,
 ) -> Flusher:
-    """Build the flusher that an order asks for, with a durable tier of its own or one given."""
+    """Build the flusher that an order asks for, with a durable tier of its own or one given.
+
+    Args:
+        order: Which run, with which options.
+        lock: Of the run, held.
+        stopped: Tells when to end.
+        out: Where to; None: a tier of its own.
+        residency: Of the flusher before this one in this process; None: it looks by itself.
+    """
     local = local_of(order)
-    residency = _guard(_settings_of(order), local)
+    residency = residency or _guard(_settings_of(order), local)
     durable = ResidentTier(out or outgoing(order), residency)
     for checkpoint_id in local.list_directories():
         local.sweep(checkpoint_id)
@@ -284,7 +296,11 @@ def _guard(run: Settings, local: LocalTier) -> Guard:
 
 
 def _public_mount(look: Callable[[], Observed]) -> Callable[[], Fact | None]:
-    return lambda: next(fact for fact in look().facts if fact.name == "not_public")
+    def public() -> Fact | None:
+        facts = (fact for fact in look().facts if fact.name == "not_public")
+        return next((fact for fact in facts if fact.verdict is Verdict.DENY), None)
+
+    return public
 
 
 def _look_at(durable: DurableTier) -> Callable[[], Observed]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dcp_tiered.services.launcher import Order, Stopped
     from dcp_tiered.services.lock import FlusherLock
     from dcp_tiered.services.outgoing import Outgoing
+    from dcp_tiered.services.residency import Guard
 
 _LOG_BYTES_MAX = 16 << 20
 _TAKEOVER_POLL_S = 0.05
@@ -69,7 +70,7 @@ def _flush(order: "Order", ending: Ending) -> None:
             flusher.run(order.limits.idle_exit_s)
             asked = lock.asked_to_hand_over()
             if ending.is_asked() and not asked:
-                _drain(order, lock, ending, out)
+                _drain(order, lock, ending, out, flusher.residency)
         _log.info("%s", metrics.flat(out.samples()))
         # A save that sealed its files while we still held the lock did not start another flusher:
         # it counted on us. So look once more after the lock is free.
@@ -83,14 +84,16 @@ def _either(one: "Stopped", other: "Stopped") -> "Stopped":
     return lambda: one() or other()
 
 
-def _drain(order: "Order", lock: "FlusherLock", ending: Ending, out: "Outgoing") -> None:
+def _drain(
+    order: "Order", lock: "FlusherLock", ending: Ending, out: "Outgoing", residency: "Guard"
+) -> None:
     """Finish what can be finished before the grace time is over."""
     from dcp_tiered import stack
     from dcp_tiered.services import drain
 
     _log.info("asked to end, finishing what can be finished in %g s", order.limits.term_grace_s)
     # The flusher that was stopped stays so: another one begins, with the same lock.
-    flusher = stack.flusher(order, lock, ending.is_over, out)
+    flusher = stack.flusher(order, lock, ending.is_over, out, residency)
     local, poll_s = stack.local_of(order), order.limits.poll_s
     drain.drain(flusher, local, out, stop=ending.is_over, poll_s=poll_s)
 

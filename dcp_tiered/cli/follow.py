@@ -124,6 +124,8 @@ def _tiers(arguments: argparse.Namespace) -> list[tuple[str, PosixTier]]:
 
 def _drain(run: _Run, ending: Ending) -> None:
     # A flusher that was told to stop does not go on: a second one has the same lock.
-    flusher = stack.flusher(run.order, run.lock, ending.is_over, run.outgoing)
+    flusher = stack.flusher(
+        run.order, run.lock, ending.is_over, run.outgoing, run.flusher.residency
+    )
     poll_s = run.order.limits.poll_s
     drain.drain(flusher, run.tier, run.outgoing, stop=ending.is_over, poll_s=poll_s)

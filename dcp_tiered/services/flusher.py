@@ -104,9 +104,8 @@ class Flusher:
         self._node = node
         self._limits = limits
         self._stop = stop
-        self._residency = residency or NoPolicy()
+        self.residency = residency or NoPolicy()
         self._open: dict[str, _Open] = {}
-        self._busy_at = 0.0
         self._changes = LocalChanges(local)
         self._reports = ReportFile(run_path=local.root)
         self._space = LocalSpace(self._catalog, local, limits)
@@ -118,11 +117,11 @@ class Flusher:
     def run(self, idle_exit_s: float) -> None:
         """Flush until there has been nothing to do for `idle_exit_s` seconds, or `stop`."""
         self._reports.write()
-        self._busy_at = time.monotonic()
+        idle_since = time.monotonic()
         while not self._stop():
             if self.turn():
-                self._busy_at = time.monotonic()
-            elif time.monotonic() - self._busy_at >= idle_exit_s:
+                idle_since = time.monotonic()
+            elif time.monotonic() - idle_since >= idle_exit_s:
                 return
             time.sleep(self._limits.poll_s)
 
@@ -133,8 +132,8 @@ class Flusher:
         """
         busy = self.step()
         if not busy:
-            self._residency.settle()
-        return self._residency.watch() or busy
+            self.residency.settle()
+        return self.residency.watch() or busy
 
     def step(self, ranked: Callable[[list[str]], list[str]] = list) -> bool:
         """Try every checkpoint whose time has come; return whether any is still open.
@@ -148,9 +147,7 @@ class Flusher:
                 return True
             if time.monotonic() < self._open[checkpoint_id].not_before:
                 continue
-            store_answers = self._try(checkpoint_id)
-            self._busy_at = time.monotonic()  # a long upload is no idle time
-            if not store_answers:
+            if not self._try(checkpoint_id):
                 break
             self._space.trim()
         waiting = self._unpublished.step()
@@ -292,7 +289,8 @@ class Flusher:
         """Come back to a checkpoint later; soon, if it waits for something that may change soon."""
         state.claim = None  # what was on the durable tier may be gone
         state.error, state.failed_at = error, state.tried_at
-        self._pause(state, _FIXABLE_PAUSE_S_MAX if fixable else self._limits.flush_retry_s_max)
+        longest_s = self._limits.flush_retry_s_max
+        self._pause(state, min(_FIXABLE_PAUSE_S_MAX, longest_s) if fixable else longest_s)
         self._report(checkpoint_id, state, what)
         _log.warning("try %d of %s: %s", state.tries, checkpoint_id, error)
 
@@ -316,7 +314,7 @@ class Flusher:
         """Bring one checkpoint to the durable tier: manifest, then packs, then the record."""
         head = published.head
         state = self._open[head.checkpoint_id]
-        self._residency.admit(head.policy_sha256)
+        self.residency.admit(head.policy_sha256)
         self._catalog.follow(head.checkpoint_id, state.log)
         highest, mine = self._catalog.may_commit(head, state.log)
         if mine is not None:
@@ -334,7 +332,7 @@ class Flusher:
             _log.warning("committing %s in place of node %s", head.checkpoint_id, head.node)
             self._catalog.put_manifest(published)
         commit = self._catalog.commit(head, state.claim.make)
-        self._residency.settle()
+        self.residency.settle()
         return commit
 
     def _upload_own(self, published: Published, state: _Open) -> Claim:
@@ -351,7 +349,7 @@ class Flusher:
             rows,
             lambda done: self._report(head.checkpoint_id, state, "uploading", done),
         )
-        evidence = partial(self._residency.require, fresh=True)
+        evidence = partial(self.residency.require, fresh=True)
         claim = Claim(self._packs, published, self._node, evidence)
         claim.add(packs)
         return claim

@@ -45,11 +45,13 @@ class NoPolicy:
             error = _known_public(fact)
             self._refused = now, error
             raise error
-        _log.warning(
-            "no residency policy: where the durable tier lies and where it is replicated to is not"
-            " looked at; whether it is public: %s",
-            "not known" if fact is None else fact.evidence,
-        )
+        if fact is not None:
+            _log.log(
+                logging.INFO if fact.verdict is Verdict.ALLOW else logging.WARNING,
+                "no residency policy: where the durable tier lies and where it is replicated to is"
+                " not looked at; whether it is public: %s",
+                fact.evidence,
+            )
         self._passed = True
 
     def note(self, key: str) -> None:

@@ -20,8 +20,8 @@ from dcp_tiered.services.residency_note import NOTE_FILE
 _log = logging.getLogger(__name__)
 REFUSED_S = 2.0
 """How long a refusal is believed: who has mended the bucket does not want to wait."""
-_AGAIN_S = 5.0
-"""How long after a look that was no good the next one is due, where nobody waits for it."""
+_AGAIN_S_MAX = 5.0
+"""How long after a look that was no good the next one is due at most, where nobody waits for it."""
 _HINT = (
     "'dcp-tiered residency check URL --policy FILE' shows every fact; mend the target or the"
     " policy. The checkpoint stays on this node and is never sent elsewhere."
@@ -120,7 +120,7 @@ class PolicyCheck:
             is_full = self._journal is not None and self._journal.is_full
             is_old = self._seen is None or now - self._seen_at >= self._policy.ttl_s
             if looks := fresh or is_old or is_full:
-                self._look_at = self._settle_at = now + _AGAIN_S
+                self._look_at = self._settle_at = now + min(_AGAIN_S_MAX, self._policy.ttl_s)
                 self._seen = None
                 self._seen = self._observe()
                 self._seen_at, self._looked_at = now, self._now()

@@ -161,6 +161,7 @@ def test_a_flusher_killed_before_it_looked_leaves_what_it_wrote(amazon, bucket, 
 
 
 def test_an_idle_flusher_sees_what_changes(amazon, bucket, arguments, local):
+    arguments = runs.with_limits(arguments, idle_exit_s=60.0)
     with TieredWriter(**arguments) as writer:
         save(writer, "step-1")
         writer.wait("durable", "step-1", timeout_s=40)
