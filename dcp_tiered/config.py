@@ -30,6 +30,7 @@ _USE = (
 
 ON_FULL = ("block", "fail", "supersede")
 ON_LOCAL_FULL = ("fail", "write_through")
+ON_VIOLATION = ("hold", "fail_save")
 COMPRESSIONS = ("off", "zstd", "auto")
 ENGINES = ("auto", "direct", "buffered", "gds", "kvikio")
 FILE_PROTOCOLS = ("file", "local")
@@ -146,6 +147,8 @@ class Settings:
     """What a save does that finds no room, one of `ON_FULL`."""
     on_local_full: str = "fail"
     """What a save does that fills the disk, one of `ON_LOCAL_FULL`."""
+    on_violation: str = "hold"
+    """What a save does while the flusher finds the target not allowed, one of `ON_VIOLATION`."""
     limits: Limits = field(default_factory=Limits)
     compression: str = "off"
     """Of packs on their way to the durable tier, one of `COMPRESSIONS`."""
@@ -171,6 +174,7 @@ def settings(  # noqa: PLR0913 - all that a user may say, most of it by keyword
     on_local_full: str | None = None,
     residency: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     compression: str | None = None,
+    on_violation: str | None = None,
 ) -> Settings:
     """Build settings from what a user gave, what the URL says, and fsspec's configuration.
 
@@ -185,6 +189,8 @@ def settings(  # noqa: PLR0913 - all that a user may say, most of it by keyword
             else `fail`.
         residency: Where the run may be flushed to: a policy or the path of its file; else
             `options["tiered"]["residency"]`, else anywhere.
+        on_violation: What a save does while the target is not allowed; else
+            `options["tiered"]["on_violation"]`, else `hold`.
         compression: Of packs; else `options["tiered"]["compression"]`, else `off`.
 
     Raises:
@@ -220,6 +226,7 @@ def settings(  # noqa: PLR0913 - all that a user may say, most of it by keyword
         engine=_choice("engine", engine, tiered, ENGINES),
         on_full=_choice("on_full", on_full, tiered, ON_FULL),
         on_local_full=through,
+        on_violation=_choice("on_violation", on_violation, tiered, ON_VIOLATION),
         compression=_choice("compression", compression, tiered, COMPRESSIONS),
         limits=_checked(limits or _limits(tiered.get("limits") or {})),
         residency=residency_source(tiered.get("residency") if residency is None else residency),

@@ -80,6 +80,10 @@ PENDING_AGE = Metric(
 LATE = Metric(
     "dcp_tiered_late_checkpoints", "Checkpoints that are not durable after `flush_deadline_s`"
 )
+INCIDENTS = Metric(
+    "dcp_tiered_residency_incidents",
+    "Incident files on this node: what was written, and where that was found to be forbidden then",
+)
 UPLOAD_BYTES = Metric("dcp_tiered_upload_bytes_total", "Bytes of packs sent, repeated ones too")
 PACING = Metric(
     "dcp_tiered_pacing_seconds_total", "Time that uploads waited because of `bytes_per_second_max`"

@@ -84,10 +84,13 @@ class TieredReader(StorageReader):
         no_dist: Do not talk to other ranks, as `dcp.load(no_dist=True)`.
         trust_bytes: Load objects that `torch.load(weights_only=True)` refuses. They can run code.
         limits: Bounds that differ from the defaults.
+        residency: A policy, as for `TieredWriter`: the durable tier is read only where that allows
+            it to be, and every request is held to host, region and owner.
         **options: fsspec options by protocol, such as `s3={"endpoint_url": ...}`.
 
     Raises:
-        InvalidError: The URL or an option cannot be right.
+        InvalidError: The URL, the policy or an option cannot be right.
+        ResidencyError: The policy has no rule for such a durable tier.
     """
 
     def __init__(
@@ -99,10 +102,11 @@ class TieredReader(StorageReader):
         no_dist: bool = False,
         trust_bytes: bool = False,
         limits: Limits | None = None,
+        residency: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         **options: Mapping[str, Any],
     ) -> None:
         super().__init__()
-        self._settings = config.settings(url, local, options, limits)
+        self._settings = config.settings(url, local, options, limits, residency=residency)
         self._group = process_group
         self._no_dist = no_dist
         self._trust_bytes = trust_bytes
@@ -110,7 +114,7 @@ class TieredReader(StorageReader):
         self._load: _Load | None = None
         self._read_s = 0.0
         self._read_bytes = {"local": 0, "durable": 0}
-        self._stack = stack.build(self._settings)
+        self._stack = stack.build_reading(self._settings)
         count = self._settings.limits.inflight_bytes_max // _BUFFER_BYTES
         self._arena = Arena(_BUFFER_BYTES, min(count, _THREADS + 1))
         if self._settings.local is None:

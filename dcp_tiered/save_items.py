@@ -1,25 +1,35 @@
 """DCP's write items into a shard file, and what DCP planned into columns."""
 
+import dataclasses
 import functools
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
-from torch.distributed.checkpoint.planner import SavePlanner, TensorWriteData, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
 
 from dcp_tiered.engines import shard_sink, tensors
 from dcp_tiered.engines.device import TensorBytes
 from dcp_tiered.engines.shard_sink import ShardSink
-from dcp_tiered.errors import InvalidError
+from dcp_tiered.errors import InvalidError, ResidencyError
 from dcp_tiered.format.boxes import BYTES, TENSOR
 from dcp_tiered.format.entries import COLUMNS, Entries
 from dcp_tiered.format.shardfile import dtype_code
+from dcp_tiered.policy.agreement import disagreement
 
 _UNSAFE_HINT = (
     "Save plain data or tensors, allow its class with torch.serialization.add_safe_globals, or pass"
     " trust_bytes=True to TieredWriter and TieredReader if you trust the storage."
 )
+
+
+class _Policy(NamedTuple):
+    """What a rank's plan says of its policy."""
+
+    checkpoint_id: str
+    sha256: str | None
 
 
 def in_order(items: Sequence[WriteItem]) -> list[tuple[WriteItem, int | None]]:
@@ -36,6 +46,41 @@ def in_order(items: Sequence[WriteItem]) -> list[tuple[WriteItem, int | None]]:
 def bytes_of(items: Sequence[WriteItem]) -> int:
     """Return the bytes of items as far as they are known before they are resolved."""
     return sum(max(0, _bytes_of(item)) for item in items)
+
+
+def with_policy(plan: SavePlan, checkpoint_id: str, policy_sha256: str | None) -> SavePlan:
+    """Return a rank's plan that tells the coordinator which residency policy the rank was given."""
+    return dataclasses.replace(plan, storage_data=_Policy(checkpoint_id, policy_sha256))
+
+
+def policies_of(plans: Sequence[SavePlan], checkpoint_id: str) -> dict[int, str | None]:
+    """Return the policies of ranks, as far as their plans tell.
+
+    With plan caching, plans come empty or are those of an earlier save; what a shard file's result
+    says is compared in any case, before anything is published.
+    """
+    said = {rank: plan.storage_data for rank, plan in enumerate(plans)}
+    return {
+        rank: one.sha256
+        for rank, one in said.items()
+        if isinstance(one, _Policy) and one.checkpoint_id == checkpoint_id
+    }
+
+
+def require_one_policy(policies: Mapping[int, str | None]) -> None:
+    """Refuse a save whose ranks are held to different residency policies.
+
+    Raises:
+        ResidencyError: They are.
+    """
+    found = disagreement(policies)
+    if found is not None:
+        raise ResidencyError(
+            f"ranks have different residency policies: {found}",
+            None,
+            None,
+            "Give the same residency= on all ranks; nothing was published.",
+        )
 
 
 def _bytes_of(item: WriteItem) -> int:

@@ -44,6 +44,8 @@ class ShardResult:
     footer_start: int
     tail: bytes
     """Footer and trailer: the columnar index of what is in the file."""
+    policy_sha256: str | None
+    """Of the residency policy that this rank was given."""
 
     def index(self) -> Index:
         """Return what is in the file."""
@@ -141,4 +143,5 @@ class ShardWriter:
             crc32c=sink.builder.crc,
             footer_start=footer_start,
             tail=tail,
+            policy_sha256=self._stack.policy_sha256(),
         )

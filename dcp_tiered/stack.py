@@ -4,7 +4,6 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,26 @@ from dcp_tiered.engines.arena import Arena
 from dcp_tiered.engines.choose import choose, host_engine
 from dcp_tiered.errors import InvalidError, ResidencyError
 from dcp_tiered.format import layout
-from dcp_tiered.format.residency import Observed
+from dcp_tiered.format.residency import Fact, Observed, Verdict
 from dcp_tiered.interfaces import DurableTier, Engine, LocalTier
 from dcp_tiered.policy import residency_schema
-from dcp_tiered.policy.residency import Decision, Policy, decide
+from dcp_tiered.policy.residency import READING, Decision, Policy, decide
 from dcp_tiered.services import launcher, run_directory
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.flusher import Flusher
+from dcp_tiered.services.incidents import KeyJournal, KeyNotes
 from dcp_tiered.services.lock import FlusherLock
+from dcp_tiered.services.no_policy import NoPolicy, RegionKept
 from dcp_tiered.services.outgoing import Outgoing, never
 from dcp_tiered.services.packs import PackStore
-from dcp_tiered.services.residency import (
-    PolicyCheck,
-    RegionKept,
-    Residency,
-    ResidentTier,
+from dcp_tiered.services.residency import Guard, PolicyCheck
+from dcp_tiered.services.residency_note import (
+    known_policies,
     note_policy,
+    noted_policy,
     read_note,
 )
+from dcp_tiered.services.resident_tier import ReadFromResident, ResidentTier
 from dcp_tiered.tiers.azure import AzurePlace
 from dcp_tiered.tiers.gcs import GcsPlace
 from dcp_tiered.tiers.mount_residency import MountLook
@@ -57,6 +58,7 @@ class Stack:
     catalog: Catalog
     keeper: launcher.Keeper | None
     """None for a run that has nothing to flush from or to."""
+    policy: Policy | None
 
     def node(self) -> str:
         """Return this local root's node id; note the run and the node on first use."""
@@ -65,10 +67,16 @@ class Stack:
         url = self.settings.url
         target = f"tiered::{url.root}" if url.protocol else url.root
         run_directory.remember_run(local, target, self.settings.public_options())
-        policy = policy_of(self.settings)
-        if policy is not None:
-            note_policy(local, policy)
         return node
+
+    def note_policy(self) -> None:
+        """Keep the policy with the run on this node, when all ranks have agreed on it."""
+        if self.policy is not None:
+            note_policy(self.need_local(), self.policy)
+
+    def policy_sha256(self) -> str | None:
+        """Return the hash of the residency policy, None when the run has none."""
+        return None if self.policy is None else self.policy.sha256
 
     def need_local(self) -> PosixTier:
         """Return the local tier.
@@ -109,14 +117,31 @@ def build(settings: Settings) -> Stack:
     if settings.local is not None:
         run_path = settings.local / layout.run_directory(settings.url.root)
         local = PosixTier(run_path, settings.local, "local")
-    durable = durable_tier(settings)
+    durable, policy = durable_tier(settings), policy_of(settings)
     return Stack(
         settings=settings,
         local=local,
         durable=durable,
         catalog=Catalog(local, durable),
         keeper=_keeper(settings, local) if local and durable else None,
+        policy=policy,
     )
+
+
+def build_reading(settings: Settings) -> Stack:
+    """Build the tiers of a run that is only read; nothing is contacted yet.
+
+    Raises:
+        InvalidError: The residency policy is none.
+        ResidencyError: It has no rule for such a durable tier.
+    """
+    built = build(settings)
+    if built.policy is None or built.durable is None:
+        return built
+    asked = built.durable
+    look = asked.observe_place if isinstance(asked, S3Tier) else _look_at(asked)
+    checked = ReadFromResident(asked, PolicyCheck(built.policy, look, required=READING))
+    return replace(built, durable=checked, catalog=Catalog(built.local, checked))
 
 
 def _keeper(settings: Settings, local: PosixTier) -> launcher.Keeper:
@@ -211,16 +236,24 @@ def outgoing(
 
 
 def flusher(
-    order: launcher.Order, lock: FlusherLock, stopped: launcher.Stopped, out: Outgoing | None = None
+    order: launcher.Order,
+    lock: FlusherLock,
+    stopped: launcher.Stopped,
+    out: Outgoing | None = None,
+    residency: Guard | None = None,
 ) -> Flusher:
-    """Build the flusher that an order asks for, with a durable tier of its own or one given."""
-    local, run = local_of(order), _settings_of(order)
-    residency = _residency(run, local, durable_tier(run))
-    durable: DurableTier = out or outgoing(order)
-    evidence = None
-    if residency is not None:
-        durable = ResidentTier(durable, residency)
-        evidence = partial(residency.require, fresh=True)
+    """Build the flusher that an order asks for, with a durable tier of its own or one given.
+
+    Args:
+        order: Which run, with which options.
+        lock: Of the run, held.
+        stopped: Tells when to end.
+        out: Where to; None: a tier of its own.
+        residency: Of the flusher before this one in this process; None: it looks by itself.
+    """
+    local = local_of(order)
+    residency = residency or _guard(_settings_of(order), local, KeyJournal)
+    durable = ResidentTier(out or outgoing(order), residency)
     for checkpoint_id in local.list_directories():
         local.sweep(checkpoint_id)
     node = run_directory.open_node(local, secrets.token_hex(6))
@@ -230,7 +263,7 @@ def flusher(
         node,
         order.limits,
         lambda: stopped() or lock.asked_to_hand_over(),
-        evidence,
+        residency,
         order.compression,
     )
 
@@ -242,8 +275,20 @@ def write_through(run: Stack) -> PackStore:
     """
     local, durable = run.need_local(), run.durable
     assert durable is not None, "config refuses to write through to nothing"
-    residency = _residency(_as_noted(run.settings, local), local, durable)
-    return PackStore(local, durable if residency is None else ResidentTier(durable, residency))
+    guard = _guard(_as_noted(run.settings, local), local, KeyNotes)
+    return PackStore(local, ResidentTier(durable, guard))
+
+
+def is_outdated(order: launcher.Order) -> Callable[[], bool]:
+    """Return what tells whether another policy was noted with the run since now."""
+    local = local_of(order)
+    before = noted_policy(local)
+    return lambda: noted_policy(local) not in (None, before)
+
+
+def renewed(order: launcher.Order) -> launcher.Order:
+    """Return an order with the policy that was noted last, which no starter may know of yet."""
+    return replace(order, residency=noted_policy(local_of(order)) or order.residency)
 
 
 def local_of(order: launcher.Order) -> PosixTier:
@@ -277,12 +322,26 @@ def look(url: str, options: Mapping[str, Mapping[str, Any]]) -> Decision:
         durable.close()
 
 
-def _residency(run: Settings, local: LocalTier, durable: DurableTier | None) -> Residency | None:
-    """Build what is asked before anything is written to the durable tier; it asks with that one."""
-    policy = policy_of(run)
-    if policy is not None and durable is not None:
-        return PolicyCheck(policy, _look_at(durable))
-    return RegionKept(local, durable.region) if isinstance(durable, S3Tier) else None
+def _guard(run: Settings, local: LocalTier, journal: type[KeyJournal] | type[KeyNotes]) -> Guard:
+    """Build what is asked before anything is written; it has a tier of its own to ask with."""
+    policy, durable = policy_of(run), durable_tier(run)
+    assert durable is not None
+    if policy is not None:
+        notes = journal(local, durable.url)
+        return PolicyCheck(policy, _look_at(durable), notes, known_policies(local))
+    if isinstance(durable, S3Tier):
+        return RegionKept(local, durable.region, durable.look_public)
+    if isinstance(durable, MountedTier):
+        return NoPolicy(_public_mount(_look_at(durable)))
+    return NoPolicy()
+
+
+def _public_mount(look: Callable[[], Observed]) -> Callable[[], Fact | None]:
+    def public() -> Fact | None:
+        facts = (fact for fact in look().facts if fact.name == "not_public")
+        return next((fact for fact in facts if fact.verdict is Verdict.DENY), None)
+
+    return public
 
 
 def _look_at(durable: DurableTier) -> Callable[[], Observed]:
@@ -295,16 +354,23 @@ def _look_at(durable: DurableTier) -> Callable[[], Observed]:
 def _pin(policy: Policy, settings: Settings) -> Pin:
     """Return where requests may go: what the rule says that fits the run's endpoint and region."""
     endpoint = compatible_endpoint(settings.options)
-    provider = "aws" if endpoint is None else "s3compat"
+    providers = ("aws",) if endpoint is None else ("r2", "s3compat")
     rules = [
-        rule for rule in policy.allow if (rule.provider, rule.endpoint) == (provider, endpoint)
+        rule for rule in policy.allow if rule.provider in providers and rule.endpoint == endpoint
     ]
     if not rules:
-        raise _no_rule(settings, endpoint or provider)
+        raise _no_rule(settings, endpoint or "aws")
     region = configured_region(settings.options)
     rule = next((one for one in rules if region in one.regions), rules[0])
+    others = [one for one in policy.allow if one.provider == rule.provider and one.owner]
     return Pin(
-        regions=rule.regions, partition=rule.partition, owner=rule.owner, endpoint=rule.endpoint
+        regions=rule.regions,
+        partition=rule.partition,
+        owner=rule.owner,
+        endpoint=rule.endpoint,
+        jurisdiction=rule.jurisdiction,
+        replica_accounts=tuple(sorted({one.owner for one in others if one.owner})),
+        replica_regions=tuple(sorted({region for one in others for region in one.regions})),
     )
 
 

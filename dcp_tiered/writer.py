@@ -46,8 +46,8 @@ from dcp_tiered.format.shardfile import DTYPES, Header
 from dcp_tiered.metrics import Sample
 from dcp_tiered.policy import completeness
 from dcp_tiered.save_shard import ShardResult, ShardWriter
-from dcp_tiered.services import identity, progress, run_directory
-from dcp_tiered.services.catalog import Catalog, Published, newest, taken
+from dcp_tiered.services import identity, incidents, progress, run_directory, store_question
+from dcp_tiered.services.catalog import Published, taken
 from dcp_tiered.services.local_space import LocalSpace
 from dcp_tiered.services.progress import CheckpointStatus
 from dcp_tiered.version import __version__
@@ -108,7 +108,11 @@ class TieredWriter(StorageWriter, AsyncStager):
         limits: Bounds that differ from the defaults.
         residency: Where the flusher may bring checkpoints to: a policy such as
             `{"allow": ["aws:eu-central-1"], "owner": "123456789012"}`, or the path of its TOML
-            file, see docs/residency.md. What it forbids stays on this node.
+            file, see docs/residency.md. What it forbids stays on this node. All ranks have to give
+            the same one.
+        on_violation: What a save does while the flusher of this node finds that the policy does
+            not allow the target: `hold` (default) saves, and nothing leaves; `fail_save` raises
+            `ResidencyError` on all ranks until a look at the target is good again.
         compression: Of packs: `off` (default), `zstd`, or `auto`, which is for slow links only.
         **options: fsspec options by protocol, such as `s3={"endpoint_url": ...}`.
 
@@ -131,6 +135,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         on_local_full: str | None = None,
         limits: Limits | None = None,
         residency: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        on_violation: str | None = None,
         compression: str | None = None,
         **options: Mapping[str, Any],
     ) -> None:
@@ -145,6 +150,7 @@ class TieredWriter(StorageWriter, AsyncStager):
             on_full=on_full,
             on_local_full=on_local_full,
             residency=residency,
+            on_violation=on_violation,
             compression=compression,
         )
         self._overwrite = overwrite
@@ -247,6 +253,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         local = self._stack.need_local()
         run_directory.check_writable(local.base)
         save.node = self._stack.node()
+        self._refuse_violation()
         for item in plan.items:
             tensors.check_item(item, DTYPES)
         if self._overwrite:
@@ -260,11 +267,12 @@ class TieredWriter(StorageWriter, AsyncStager):
                 self._make_room(save)
         elif config.launch_environment()[0] in (None, 0):
             self._make_room(save)
-        return plan
+        return save_items.with_policy(plan, save.checkpoint_id, self._stack.policy_sha256())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decide, for all ranks, whether this id may be saved."""
         save = self._current()
+        save_items.require_one_policy(save_items.policies_of(plans, save.checkpoint_id))
         catalog = self._stack.catalog
         published = self._refuse_published(save)
         supersedes: set[str] = set()
@@ -286,6 +294,7 @@ class TieredWriter(StorageWriter, AsyncStager):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Seal this rank's shard file; a rank without items writes none."""
         save = self._current()
+        self._stack.note_policy()
         results = []
         if plan.items:
             begun = time.monotonic()
@@ -306,6 +315,9 @@ class TieredWriter(StorageWriter, AsyncStager):
         """Prove that every chunk and bytes entry is there exactly once; publish the manifest."""
         save = self._current()
         shards = [cast("ShardResult", result.storage_data) for rank in results for result in rank]
+        mine = self._stack.policy_sha256()
+        said = {layout.shard_rank(shard.name) or 0: shard.policy_sha256 for shard in shards}
+        save_items.require_one_policy({save.rank: mine, **said})
         sequence = max(time.time_ns(), self._last_sequence + 1)
         head = Head(
             checkpoint_id=save.checkpoint_id,
@@ -318,6 +330,7 @@ class TieredWriter(StorageWriter, AsyncStager):
             supersedes=save.supersedes,
             world_size=save.world_size,
             written_by={"dcp_tiered": __version__, "torch": torch.__version__},
+            policy_sha256=mine,
             shards=tuple(
                 ShardRef(
                     name=shard.name,
@@ -367,6 +380,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         yield from self._space.samples()
         path = self._stack.need_local().root
         yield metrics.HELD_RESIDENCY, {}, progress.held_by_residency(path)
+        yield metrics.INCIDENTS, {}, len(incidents.incident_numbers(path))
         yield metrics.LATE, {}, progress.late(path)
         yield from self._shards.samples()
 
@@ -466,46 +480,22 @@ class TieredWriter(StorageWriter, AsyncStager):
             _log.error("the checkpoint is local and nobody uploads it: %s", exc)
 
     def _ask_durable(self, checkpoint_id: str) -> tuple[Commit | None, int]:
-        """Return the id's commit and, on the first save, the greatest sequence of the run.
-
-        The durable tier has two seconds to answer. A save does not depend on it: what is missed
-        here comes up as a conflict when the flusher commits.
-        """
+        """Ask the durable tier about an id, with little time; see `store_question.ask`."""
         limits = self._settings.limits
         quick = Limits(request_timeout_s=limits.store_check_s, request_retry_s=0.0)
         tier = stack.durable_tier(self._settings, quick)
         if tier is None:
             return None, 0
-        first = self._last_sequence == 0
-        answer: list[tuple[Commit | None, int]] = []
-        failure: list[Exception] = []
+        return store_question.ask(tier, checkpoint_id, limits.store_check_s, self._last_sequence)
 
-        def ask() -> None:
-            catalog = Catalog(None, tier)
-            try:
-                state = catalog.state(checkpoint_id)
-                commit = state if isinstance(state, Commit) else None
-                answer.append((commit, 0))
-                # A run of many checkpoints may take longer than we have: that hides no conflict.
-                last = newest(catalog.states()) if first else None
-                answer.append((commit, last.sequence if last else 0))
-            except Exception as exc:  # noqa: BLE001 - whatever it is, the save goes on
-                failure.append(exc)
-            finally:
-                tier.close()
-
-        thread = threading.Thread(target=ask, name="dcp-tiered-ask", daemon=True)
-        thread.start()
-        thread.join(limits.store_check_s)
-        if answer:
-            return answer[-1]
-        reason = failure[0] if failure else f"no answer within {limits.store_check_s:g} s"
-        _log.warning(
-            "saving %s without knowing whether it is on the durable tier already: %s",
-            checkpoint_id,
-            reason,
-        )
-        return None, 0
+    def _refuse_violation(self) -> None:
+        """Fail the save on all ranks while this node's flusher finds the target not allowed."""
+        if self._settings.on_violation == "hold" or self._stack.durable is None:
+            return
+        error = incidents.violation(self._stack.need_local().root)
+        if error is not None:
+            self._keep_flusher()  # who else would see that it was mended
+            raise error
 
     def _header(self, save: _Save) -> Header:
         return Header(

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from dcp_tiered.cli.ending import Ending, step_back
 
 if TYPE_CHECKING:
-    from dcp_tiered.services.launcher import Order
+    from dcp_tiered.services.launcher import Order, Stopped
     from dcp_tiered.services.lock import FlusherLock
     from dcp_tiered.services.outgoing import Outgoing
+    from dcp_tiered.services.residency import Guard
 
 _LOG_BYTES_MAX = 16 << 20
 _TAKEOVER_POLL_S = 0.05
@@ -63,29 +64,38 @@ def _flush(order: "Order", ending: Ending) -> None:
                 # Somebody was faster since we looked: look again who that is and whom it serves.
                 continue
             out = stack.outgoing(order, ending.due)
-            flusher = stack.flusher(order, lock, ending.is_asked, out)
+            # Who is held to a policy that was replaced meanwhile begins anew, with the new one.
+            stopped = _either(ending.is_asked, stack.is_outdated(order))
+            flusher = stack.flusher(order, lock, stopped, out)
             _log.info("flushing %s to %s", order.run_path, order.url)
             file = MetricsFile(Path(order.run_path), order.url, out, flusher)
             flusher.run(order.limits.idle_exit_s, file.write_sometimes)
             asked = lock.asked_to_hand_over()
             if ending.is_asked() and not asked:
-                _drain(order, lock, ending, out)
+                _drain(order, lock, ending, out, flusher.residency)
         file.write()
         # A save that sealed its files while we still held the lock did not start another flusher:
         # it counted on us. So look once more after the lock is free.
         if ending.is_asked() or asked or not flusher.has_work():
             _log.info("ending")
             return
+        order = stack.renewed(order)
 
 
-def _drain(order: "Order", lock: "FlusherLock", ending: Ending, out: "Outgoing") -> None:
+def _either(one: "Stopped", other: "Stopped") -> "Stopped":
+    return lambda: one() or other()
+
+
+def _drain(
+    order: "Order", lock: "FlusherLock", ending: Ending, out: "Outgoing", residency: "Guard"
+) -> None:
     """Finish what can be finished before the grace time is over."""
     from dcp_tiered import stack
     from dcp_tiered.services import drain
 
     _log.info("asked to end, finishing what can be finished in %g s", order.limits.term_grace_s)
     # The flusher that was stopped stays so: another one begins, with the same lock.
-    flusher = stack.flusher(order, lock, ending.is_over, out)
+    flusher = stack.flusher(order, lock, ending.is_over, out, residency)
     local, poll_s = stack.local_of(order), order.limits.poll_s
     drain.drain(flusher, local, out, stop=ending.is_over, poll_s=poll_s)
 

@@ -12,7 +12,7 @@ from dcp_tiered.cli.ending import Ending, step_back
 from dcp_tiered.errors import InvalidError
 from dcp_tiered.services import drain, identity
 from dcp_tiered.services.flusher import Flusher
-from dcp_tiered.services.launcher import Order
+from dcp_tiered.services.launcher import Order, Stopped
 from dcp_tiered.services.lock import FlusherLock
 from dcp_tiered.services.outgoing import Outgoing
 from dcp_tiered.tiers.posix import PosixTier
@@ -32,6 +32,7 @@ class _Run:
     outgoing: Outgoing
     flusher: Flusher
     held: ExitStack
+    is_outdated: Stopped
 
 
 def follow(arguments: argparse.Namespace) -> int:
@@ -79,9 +80,10 @@ def _take(tier: PosixTier, order: Order, ending: Ending) -> _Run | None:
     with ExitStack() as held:
         if not held.enter_context(lock.hold(identity.current())):
             return None
+        is_outdated = stack.is_outdated(order)
         outgoing = stack.outgoing(order, ending.due)
         flusher = stack.flusher(order, lock, ending.is_asked, outgoing)
-        return _Run(tier, order, lock, outgoing, flusher, held.pop_all())
+        return _Run(tier, order, lock, outgoing, flusher, held.pop_all(), is_outdated)
     return None
 
 
@@ -89,8 +91,9 @@ def _step(runs: dict[str, _Run], ending: Ending) -> None:
     for path, run in list(runs.items()):
         if ending.is_asked():
             return
-        run.flusher.step()
-        if run.lock.asked_to_hand_over():
+        run.flusher.turn()
+        # Under another policy that was noted meanwhile it is taken up again.
+        if run.lock.asked_to_hand_over() or run.is_outdated():
             _log.info("handing over %s", path)
             run.held.close()
             del runs[path]
@@ -121,6 +124,8 @@ def _tiers(arguments: argparse.Namespace) -> list[tuple[str, PosixTier]]:
 
 def _drain(run: _Run, ending: Ending) -> None:
     # A flusher that was told to stop does not go on: a second one has the same lock.
-    flusher = stack.flusher(run.order, run.lock, ending.is_over, run.outgoing)
+    flusher = stack.flusher(
+        run.order, run.lock, ending.is_over, run.outgoing, run.flusher.residency
+    )
     poll_s = run.order.limits.poll_s
     drain.drain(flusher, run.tier, run.outgoing, stop=ending.is_over, poll_s=poll_s)

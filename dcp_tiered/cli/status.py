@@ -3,12 +3,14 @@
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from dcp_tiered.cli import common
-from dcp_tiered.services import progress, run_directory
+from dcp_tiered.format import layout
+from dcp_tiered.services import incidents, progress, run_directory
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.lock import FlusherLock
 from dcp_tiered.tiers.posix import PosixTier
@@ -54,6 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
                 line["error"] or "",
             )
         out.print(table)
+        for incident in shown["residency_incidents"]:
+            state = "stands" if incident["stands"] else "over"
+            print(f"residency incident, {state}: {incident['path']}")
     return 0
 
 
@@ -65,5 +70,14 @@ def _describe(tier: PosixTier) -> dict[str, Any]:
         "url": run_directory.run_of(tier)[0],
         "path": str(tier.root),
         "flusher_pid": pid,
+        "residency_incidents": _incidents(tier.root),
         "checkpoints": [asdict(line) for line in lines],
     }
+
+
+def _incidents(run_path: Path) -> list[dict[str, Any]]:
+    standing = incidents.read_journal(run_path).incident
+    return [
+        {"path": str(run_path / layout.incident_name(number)), "stands": number == standing}
+        for number in incidents.incident_numbers(run_path)
+    ]

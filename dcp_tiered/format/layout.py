@@ -12,6 +12,7 @@ Durable tier, below the run root, and local tier, below the run directory:
     <checkpoint id>/superseded-<attempt>.json      local
     <checkpoint id>/keep                           local
     run.json, node.json                            local
+    residency-incident-<n>.json                    local
 
 A name that was read from storage counts only after it has passed the patterns below.
 """
@@ -31,6 +32,8 @@ METRICS_FILE = "flusher-metrics.prom"
 TAKEOVER_FILE = "flusher.takeover"
 WANTED_FILE = "flusher.wanted"
 MEASURED_FILE = "flusher-measured.json"
+JOURNAL_FILE = ".residency-journal"
+"""No checkpoint has such a name."""
 KEEP_NAME = "keep"
 _RESERVED = (
     RUN_FILE,
@@ -54,12 +57,14 @@ _PACK = re.compile(r"packs/([0-9a-f]{12})-([0-9a-f]{16})\.pack")
 _PUBLISHED = re.compile(r"published-([1-9][0-9]{0,8})\.json")
 _SUPERSEDED = re.compile(r"superseded-([0-9a-f]{16})\.json")
 _RECORD = re.compile(r"record-([1-9][0-9]{0,8})\.json")
+_INCIDENT = re.compile(r"residency-incident-([1-9][0-9]{0,8})\.json")
 _LAST_INTEGER = re.compile(r"([0-9]{1,18})(?!.*[0-9])")
 
 
 def is_checkpoint_id(text: str) -> bool:
     """Tell whether `text` may name a checkpoint."""
-    return _ID.fullmatch(text) is not None and text not in _RESERVED
+    is_taken = text in _RESERVED or _INCIDENT.fullmatch(text) is not None
+    return _ID.fullmatch(text) is not None and not is_taken
 
 
 def check_checkpoint_id(text: object) -> str:
@@ -140,6 +145,17 @@ def superseded_attempt(name: str) -> str | None:
     """Return the attempt in the name of such a note, None when it is not such a name."""
     match = _SUPERSEDED.fullmatch(name)
     return match.group(1) if match else None
+
+
+def incident_name(number: int) -> str:
+    """Return the name of an incident file in the run's directory."""
+    return _checked(_INCIDENT, f"residency-incident-{number}.json")
+
+
+def incident_number(name: str) -> int | None:
+    """Return the number in an incident file's name, None when it is not such a name."""
+    match = _INCIDENT.fullmatch(name)
+    return int(match.group(1)) if match else None
 
 
 def record_name(number: int) -> str:
@@ -236,7 +252,7 @@ def check_stored_id(text: object) -> str:
         CorruptError: It is not one.
     """
     found = _from_storage(_ID, text, "checkpoint id")
-    if found in _RESERVED:
+    if not is_checkpoint_id(found):
         raise CorruptError(f"{found!r} is not a valid checkpoint id")
     return found
 

@@ -99,6 +99,8 @@ class Head:
     written_by: dict[str, str]
     """Versions of dcp_tiered and torch."""
     shards: tuple[ShardRef, ...]
+    policy_sha256: str | None = None
+    """Of the residency policy that it was saved under; None, and not stored, without one."""
 
     def bytes_stored(self) -> int:
         """Return the length of all shard files together."""
@@ -209,7 +211,9 @@ def _open(stored: bytes) -> tuple[bytes, int]:
 
 
 def _meta(head: Head) -> dict[str, Any]:
+    policy = {} if head.policy_sha256 is None else {"policy_sha256": head.policy_sha256}
     return {
+        **policy,
         "checkpoint_id": layout.check_checkpoint_id(head.checkpoint_id),
         "attempt": head.attempt,
         "launch": head.launch,
@@ -246,7 +250,13 @@ def _head(meta: dict[str, Any]) -> Head:
         world_size=integer(meta, "world_size", 1),
         written_by=versions,
         shards=shards,
+        policy_sha256=_policy_sha256(meta),
     )
+
+
+def _policy_sha256(meta: dict[str, Any]) -> str | None:
+    value = meta.get("policy_sha256")
+    return None if value is None else layout.check_sha256(value)
 
 
 def _shard_ref(row: object) -> ShardRef:

@@ -24,6 +24,8 @@ FACTS = (
 )
 STORE_KEY = "key of the store"
 """The value of `encryption` where no key of a customer is used."""
+REPLICA_KEY = "key "
+"""Begins a value of `replication` that is no bucket's place but that of a key of replicas."""
 _EVIDENCE_CHARS_MAX = 400
 _RECORD_KEYS_MAX = 16
 _TEXT_CHARS_MAX = 4096
@@ -69,7 +71,7 @@ class Observed:
     target: str
     """`s3://bucket`, `https://endpoint/bucket` of a compatible store, `file:///mount`."""
     provider: str
-    """`aws`, `s3compat` or `posix`."""
+    """`aws`, `s3compat`, `r2` or `posix`."""
     facts: tuple[Fact, ...]
 
 

@@ -9,15 +9,30 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from dcp_tiered.format.residency import STORE_KEY, Fact, Observed, Verdict, stored_fact
+from dcp_tiered.format.residency import (
+    REPLICA_KEY,
+    STORE_KEY,
+    Fact,
+    Observed,
+    Verdict,
+    stored_fact,
+)
 
 ATTESTATION_DAYS_MAX = 90
 REQUIRED = {
+    "r2": ("location", "not_public", "replication", "encryption", "endpoint", "tls"),
     "aws": ("location", "owner", "not_public", "replication", "encryption", "endpoint", "tls"),
     "s3compat": ("location", "not_public", "replication", "encryption", "endpoint", "tls"),
     "posix": ("mount", "not_public", "replication"),
 }
 """The facts that have to be allowed, by provider."""
+READING = {
+    "aws": ("location", "owner", "endpoint", "tls"),
+    "s3compat": ("location", "endpoint", "tls"),
+    "r2": ("location", "endpoint", "tls"),
+    "posix": ("mount",),
+}
+"""Those of them that count for who only reads: where it is and whose, not who else reads it."""
 _NAMED = ("location", "owner", "endpoint", "mount")
 """Facts that say nothing unless they name what the policy can compare."""
 
@@ -40,6 +55,10 @@ class Rule:
     require_kms: bool = False
     endpoint: str | None = None
     """Of a compatible store: scheme, host and port."""
+    jurisdiction: str | None = None
+    """Of R2: what its host names."""
+    account: str | None = None
+    """Of R2: the other part of its host."""
     site_id: str | None = None
     """What the marker file of a mount has to say."""
     fstype: str | None = None
@@ -52,7 +71,8 @@ class Rule:
 
     def places(self) -> frozenset[str]:
         """Return the regions as facts name them."""
-        return frozenset(self.place(region) for region in self.regions)
+        regions = self.regions if self.jurisdiction is None else (self.jurisdiction,)
+        return frozenset(self.place(region) for region in regions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +167,11 @@ class Decision:
 
 
 def decide(
-    policy: Policy, facts: Observed, attestations: Sequence[Attestation], now: datetime
+    policy: Policy,
+    facts: Observed,
+    attestations: Sequence[Attestation],
+    now: datetime,
+    required: Mapping[str, Sequence[str]] = REQUIRED,
 ) -> Decision:
     """Decide whether a target is allowed.
 
@@ -156,11 +180,15 @@ def decide(
         facts: What was seen.
         attestations: Who answers for what.
         now: With a time zone.
+        required: Facts that have to be known, by provider.
     """
     now = now.astimezone(UTC)
     rules: list[Rule | None] = [one for one in policy.allow if one.provider == facts.provider]
     # Without a rule nothing is judged by one: then the facts are shown as they are.
-    tried = [(rule, _apply(policy, rule, facts, attestations, now)) for rule in rules or [None]]
+    needed = required.get(facts.provider, ())
+    tried = [
+        (rule, _apply(policy, rule, needed, facts, attestations, now)) for rule in rules or [None]
+    ]
     rule, judged = min(tried, key=lambda pair: sum(not one.is_allowed() for one in pair[1]))
     return Decision(
         policy_sha256=policy.sha256,
@@ -174,13 +202,14 @@ def decide(
 def _apply(
     policy: Policy,
     rule: Rule | None,
+    required: Sequence[str],
     seen: Observed,
     attestations: Sequence[Attestation],
     now: datetime,
 ) -> tuple[Judged, ...]:
     facts = list(seen.facts)
     have = {fact.name for fact in facts}
-    needed = list(REQUIRED.get(seen.provider, ()))
+    needed = list(required)
     if rule is not None and rule.owner and "owner" not in needed:
         needed.append("owner")
     facts += [
@@ -198,14 +227,15 @@ def _judge(policy: Policy, rule: Rule, fact: Fact) -> Fact:
         return replace(fact, verdict=Verdict.UNKNOWN, evidence=f"{fact.evidence}; names nothing")
     if fact.name == "mount":
         return _judge_mount(rule, fact)
-    bad = [value for value in fact.values if not _is_listed(policy, rule, fact.name, value)]
+    bad = [value for value in fact.values if not _is_listed(policy, rule, fact, value)]
     if not bad:
         return fact
     evidence = f"not in the policy: {', '.join(bad)}; {fact.evidence}"
     return replace(fact, verdict=Verdict.DENY, evidence=evidence, transient=False)
 
 
-def _is_listed(policy: Policy, rule: Rule, name: str, value: str) -> bool:
+def _is_listed(policy: Policy, rule: Rule, fact: Fact, value: str) -> bool:
+    name = fact.name
     if name == "location":
         # A compatible store that is allowed by its endpoint may have no regions at all.
         return value in rule.places() or (rule.provider == "s3compat" and not rule.regions)
@@ -214,10 +244,19 @@ def _is_listed(policy: Policy, rule: Rule, name: str, value: str) -> bool:
     if name == "endpoint":
         return value in rule.places() if rule.provider == "aws" else value == rule.endpoint
     if name == "replication":
-        return any(value in other.places() for other in policy.allow)
+        return any(_is_replica_listed(other, fact, value) for other in policy.allow)
     if name == "encryption":
         return not rule.require_kms if value == STORE_KEY else _is_key_listed(rule, value)
     return True
+
+
+def _is_replica_listed(rule: Rule, fact: Fact, value: str) -> bool:
+    """Tell whether a rule allows a copy, or the key of one; whose it is counts as where it is."""
+    if value.startswith(REPLICA_KEY):
+        return _is_key_listed(rule, value.removeprefix(REPLICA_KEY))
+    place, _, account = value.partition("/")
+    is_open = rule.owner is None or fact.verdict is Verdict.UNKNOWN  # and stays unknown
+    return place in rule.places() and (account == rule.owner if account else is_open)
 
 
 def _is_key_listed(rule: Rule, value: str) -> bool:

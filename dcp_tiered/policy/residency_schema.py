@@ -28,10 +28,13 @@ _KEYS = ("key_regions", "key_accounts", "require_kms")
 _RULE_KEYS = {
     "aws": ("partition", "regions", "jurisdictions", "owner", *_KEYS),
     "s3compat": ("endpoint", "regions", "owner", *_KEYS),
+    "r2": ("jurisdiction", "account"),
     "posix": ("site_id", "fstype", "source"),
 }
+_R2_JURISDICTIONS = ("eu", "fedramp")
 _REGION = re.compile(r"[a-z0-9][a-z0-9-]{1,40}")
 _ACCOUNT = re.compile(r"\d{12}")
+_R2_ACCOUNT = re.compile(r"[0-9a-f]{32}")
 _HINT = "docs/residency.md has the schema and examples."
 
 
@@ -145,7 +148,9 @@ class _Parser:
                 for account in self._texts(row, "key_accounts", where)
             ),
             require_kms=self._flag(row, "require_kms", where),
-            endpoint=self._endpoint(row, where),
+            endpoint=self._r2_host(row, where) if provider == "r2" else self._endpoint(row, where),
+            jurisdiction=self._text(row, "jurisdiction", where),
+            account=self._text(row, "account", where),
             site_id=self._text(row, "site_id", where),
             fstype=self._text(row, "fstype", where),
             source=self._text(row, "source", where),
@@ -154,7 +159,12 @@ class _Parser:
         return rule
 
     def _complete(self, rule: Rule, where: str) -> None:
-        needed = {"aws": ("regions", "owner"), "s3compat": ("endpoint",), "posix": ("site_id",)}
+        needed = {
+            "aws": ("regions", "owner"),
+            "s3compat": ("endpoint",),
+            "r2": ("jurisdiction", "account"),
+            "posix": ("site_id",),
+        }
         for key in needed[rule.provider]:
             if not getattr(rule, key):
                 raise self._bad(f"{where}.{key}", "is missing")
@@ -223,6 +233,16 @@ class _Parser:
                 f"{where}.endpoint", "is not of the form https://host or https://host:port"
             )
         return f"{url.scheme}://{url.netloc}"
+
+    def _r2_host(self, row: Mapping[str, Any], where: str) -> str:
+        """Return the only host at which buckets of a jurisdiction answer."""
+        jurisdiction, account = row.get("jurisdiction"), row.get("account")
+        if jurisdiction not in _R2_JURISDICTIONS:
+            listed = ", ".join(_R2_JURISDICTIONS)
+            raise self._bad(f"{where}.jurisdiction", f"is not one of {listed}")
+        if not isinstance(account, str) or not _R2_ACCOUNT.fullmatch(account):
+            raise self._bad(f"{where}.account", "is not a text of 32 hex digits")
+        return f"https://{account}.{jurisdiction}.r2.cloudflarestorage.com"
 
     def _regions(self, row: Mapping[str, Any], key: str, where: str) -> list[str]:
         regions = [text.strip().lower() for text in self._texts(row, key, where)]

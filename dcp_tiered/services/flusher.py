@@ -6,9 +6,9 @@ goes on (I11). Nothing here decides what a checkpoint is: the catalog does.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
 from dcp_tiered import metrics
 from dcp_tiered.config import Limits
@@ -32,10 +32,12 @@ from dcp_tiered.services.catalog import Catalog, Published
 from dcp_tiered.services.claim import Claim
 from dcp_tiered.services.local_changes import LocalChanges
 from dcp_tiered.services.local_space import LocalSpace
+from dcp_tiered.services.no_policy import NoPolicy
 from dcp_tiered.services.other_nodes import UnpublishedShards
 from dcp_tiered.services.own_packs import OwnPacks
 from dcp_tiered.services.packs import PackStore
 from dcp_tiered.services.progress import Report, ReportFile, describe_error
+from dcp_tiered.services.residency import Guard
 from dcp_tiered.services.superseding import Superseding
 
 _log = logging.getLogger(__name__)
@@ -101,8 +103,8 @@ class Flusher:
         node: This local root's id.
         limits: Bounds.
         stop: Asked between requests; True makes the flusher end soon.
-        evidence: Asked before each commit for what the record says of residency; raises where a
-            policy forbids it. None: records say nothing.
+        residency: Asked before each commit for what the record says of it, and once more after;
+            raises where a policy forbids it. None: there is no policy.
         compression: Of packs, one of `config.COMPRESSIONS`.
     """
 
@@ -113,7 +115,7 @@ class Flusher:
         node: str,
         limits: Limits,
         stop: Callable[[], bool],
-        evidence: Callable[[], Mapping[str, Any] | None] | None = None,
+        residency: Guard | None = None,
         compression: str = "off",
     ) -> None:
         self._catalog = Catalog(local, durable)
@@ -122,7 +124,7 @@ class Flusher:
         self._node = node
         self._limits = limits
         self._stop = stop
-        self._evidence = evidence or _nothing
+        self.residency = residency or NoPolicy()
         self._exclusive: bool | None = None
         """Whether the store lets one of two writers in; None until the first commit asks."""
         self._open: dict[str, _Open] = {}
@@ -148,12 +150,22 @@ class Flusher:
         self._reports.write()
         idle_since = time.monotonic()
         while not self._stop():
-            if self.step():
+            if self.turn():
                 idle_since = time.monotonic()
             elif time.monotonic() - idle_since >= idle_exit_s:
                 return
             after_step()
             time.sleep(self._limits.poll_s)
+
+    def turn(self) -> bool:
+        """Do one step, and look at the target when that is due; tell whether to stay.
+
+        As long as a violation stands somebody has to see when it is mended.
+        """
+        busy = self.step()
+        if not busy:
+            self.residency.settle()
+        return self.residency.watch() or busy
 
     def step(self, ranked: Callable[[list[str]], list[str]] = list) -> bool:
         """Try every checkpoint whose time has come; return whether any is still open.
@@ -357,7 +369,8 @@ class Flusher:
         """Come back to a checkpoint later; soon, if it waits for something that may change soon."""
         state.claim = None  # what was on the durable tier may be gone
         state.error, state.failed_at = error, state.tried_at
-        self._pause(state, _FIXABLE_PAUSE_S_MAX if fixable else self._limits.flush_retry_s_max)
+        longest_s = self._limits.flush_retry_s_max
+        self._pause(state, min(_FIXABLE_PAUSE_S_MAX, longest_s) if fixable else longest_s)
         self._report(checkpoint_id, state, what)
         _log.warning("try %d of %s: %s", state.tries, checkpoint_id, error)
 
@@ -391,6 +404,7 @@ class Flusher:
         head = published.head
         state = self._open[head.checkpoint_id]
         self._check_wanted(head)
+        self.residency.admit(head.policy_sha256)
         self._catalog.follow(head.checkpoint_id, state.log)
         highest, mine = self._catalog.may_commit(head, state.log)
         if mine is not None:
@@ -407,7 +421,9 @@ class Flusher:
         if turn > 0:
             _log.warning("committing %s in place of node %s", head.checkpoint_id, head.node)
             self._catalog.put_manifest(published)
-        return self._commit(published, state.claim, turn)
+        commit = self._commit(published, state.claim, turn)
+        self.residency.settle()
+        return commit
 
     def _commit(self, published: Published, claim: Claim, turn: int) -> Commit:
         """Append the record; where the store lets two writers in, on the coordinator's node alone.
@@ -451,7 +467,8 @@ class Flusher:
             lambda done: self._report(head.checkpoint_id, state, "uploading", done),
             lambda: self._check_wanted(head),
         )
-        claim = Claim(self._packs, published, self._node, self._evidence)
+        evidence = partial(self.residency.require, fresh=True)
+        claim = Claim(self._packs, published, self._node, evidence)
         claim.add(packs)
         return claim
 
@@ -480,7 +497,3 @@ class Flusher:
             head.checkpoint_id,
             "Look at 'dcp-tiered status' on that node; if it is lost, others commit in its place.",
         )
-
-
-def _nothing() -> None:
-    """Say nothing of residency."""

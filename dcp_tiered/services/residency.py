@@ -3,35 +3,25 @@
 On a refusal nothing leaves and nothing is re-routed: the checkpoint stays on this node.
 """
 
-import contextlib
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from dcp_tiered.errors import (
-    AbsentError,
-    AlreadyExistsError,
-    CorruptError,
-    ResidencyError,
-    TieredError,
-    UnavailableError,
-)
-from dcp_tiered.format.columns import canonical_json, parse_json
+from dcp_tiered.errors import ResidencyError, TieredError, UnavailableError
 from dcp_tiered.format.residency import Observed
-from dcp_tiered.interfaces import DurableTier, LocalTier, ObjectInfo, Source
-from dcp_tiered.policy.residency import Decision, Judged, Policy, decide
-from dcp_tiered.services.catalog import replace
-from dcp_tiered.services.wrapped_tier import WrappedTier
+from dcp_tiered.policy.residency import REQUIRED, Decision, Judged, Policy, decide
+from dcp_tiered.services.incidents import KeyJournal, KeyNotes
+from dcp_tiered.services.residency_note import NOTE_FILE
 
 _log = logging.getLogger(__name__)
-NOTE_FILE = ".residency.json"
-"""In the run's directory; no checkpoint has such a name."""
-_NOTE_BYTES_MAX = 1 << 20
-_REFUSED_S = 2.0
+REFUSED_S = 2.0
 """How long a refusal is believed: who has mended the bucket does not want to wait."""
+_AGAIN_S_MAX = 5.0
+"""How long after a look that was no good the next one is due at most, where nobody waits for it."""
 _HINT = (
     "'dcp-tiered residency check URL --policy FILE' shows every fact; mend the target or the"
     " policy. The checkpoint stays on this node and is never sent elsewhere."
@@ -57,12 +47,42 @@ class Residency(Protocol):
         ...
 
 
+class Guard(Residency, Protocol):
+    """What a flusher is held to."""
+
+    def note(self, key: str) -> None:
+        """Note what is about to be written, for an incident that may be found later."""
+        ...
+
+    def admit(self, policy_sha256: str | None) -> None:
+        """Pass when a checkpoint was saved under the policy that this node's flusher is held to.
+
+        Args:
+            policy_sha256: What its manifest says; None: it was saved without a policy.
+
+        Raises:
+            ResidencyError: It was saved under another one.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Look at the target once more if anything was written since the last look."""
+        ...
+
+    def watch(self) -> bool:
+        """Look at the target if the last look has grown old; tell whether a violation stands."""
+        ...
+
+
 class PolicyCheck:
     """Holds a target to a policy; as safe for threads as `observe` is.
 
     Args:
         policy: What is allowed.
         observe: Looks at the target.
+        journal: Knows what was written since the target was allowed; None for who only reads.
+        earlier: Hashes of policies that were in force on this node before, see `note_policy`.
+        required: Facts that have to be known, by provider.
         now: Wall clock with a time zone: attestations expire by it.
         clock: Monotonic seconds: looks grow old by it.
     """
@@ -71,10 +91,15 @@ class PolicyCheck:
         self,
         policy: Policy,
         observe: Callable[[], Observed],
+        journal: KeyJournal | KeyNotes | None = None,
+        earlier: Collection[str] = (),
+        required: Mapping[str, Sequence[str]] = REQUIRED,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy, self._observe = policy, observe
+        self._journal, self._earlier = journal, {policy.sha256, *earlier}
+        self._required = required
         self._now, self._clock = now, clock
         self._seen: Observed | None = None
         self._seen_at = 0.0
@@ -82,26 +107,76 @@ class PolicyCheck:
         self._refused: tuple[float, TieredError] | None = None
         self._said: set[str] = set()
         self._lock = threading.Lock()
+        self._look_at = 0.0 if journal is not None and journal.stands else math.inf
+        """When `watch` looks next."""
+        self._settle_at = -math.inf
 
     def require(self, *, fresh: bool = False) -> Mapping[str, Any]:
         """Pass when bytes may leave; see `Residency.require`."""
         with self._lock:
             now = self._clock()
-            if self._refused is not None and now - self._refused[0] < _REFUSED_S:
+            if self._refused is not None and now - self._refused[0] < REFUSED_S:
                 raise self._refused[1]
-            if fresh or self._seen is None or now - self._seen_at >= self._policy.ttl_s:
+            is_full = self._journal is not None and self._journal.is_full
+            is_old = self._seen is None or now - self._seen_at >= self._policy.ttl_s
+            if looks := fresh or is_old or is_full:
+                self._look_at = self._settle_at = now + min(_AGAIN_S_MAX, self._policy.ttl_s)
                 self._seen = None
                 self._seen = self._observe()
                 self._seen_at, self._looked_at = now, self._now()
-            decision = decide(self._policy, self._seen, self._policy.attestations, self._now())
+            assert self._seen is not None
+            decision = decide(
+                self._policy, self._seen, self._policy.attestations, self._now(), self._required
+            )
             if not decision.allowed:
-                error = refusal(decision)
-                self._seen, self._refused = None, (self._clock(), error)
-                raise error
+                raise self._refuse(decision)
             self._refused = None
             self._say_who_answers(decision)
-            at = self._looked_at or decision.at
-            return {**decision.stored(), "checked_at": at.isoformat(timespec="seconds")}
+            at = (self._looked_at or decision.at).isoformat(timespec="seconds")
+            if looks:
+                self._look_at, self._settle_at = now + self._policy.ttl_s, -math.inf
+                if self._journal is not None:
+                    self._journal.good(at)
+            return {**decision.stored(), "checked_at": at}
+
+    def note(self, key: str) -> None:
+        """Note what is about to be written; see `Guard.note`."""
+        with self._lock:
+            if self._journal is not None:
+                self._journal.add(key)
+
+    def admit(self, policy_sha256: str | None) -> None:
+        """Pass for a checkpoint that was saved under this policy; see `Guard.admit`.
+
+        So it does for one of a policy that this one has replaced on this node, or nothing that
+        was held could ever leave once its policy had been mended.
+        """
+        if policy_sha256 is not None and policy_sha256 not in self._earlier:
+            raise another_policy(policy_sha256, f"held to policy {self._policy.sha256[:12]}")
+
+    def settle(self) -> None:
+        """Look once more if anything was written since the last look; see `Guard.settle`."""
+        if self._journal is not None and self._journal.is_open and self._clock() >= self._settle_at:
+            self._look_again()
+
+    def watch(self) -> bool:
+        """Look if the last look has grown old; see `Guard.watch`."""
+        if self._clock() >= self._look_at:
+            self._look_again()
+        return self._journal is not None and self._journal.stands
+
+    def _look_again(self) -> None:
+        try:
+            self.require(fresh=True)
+        except TieredError as exc:
+            _log.warning("residency: nothing is flushed until a look is good: %s", exc)
+
+    def _refuse(self, decision: Decision) -> TieredError:
+        error = refusal(decision)
+        self._seen, self._refused = None, (self._clock(), error)
+        if self._journal is not None and isinstance(error, ResidencyError):
+            self._journal.violated(decision, error.message)
+        return error
 
     def _say_who_answers(self, decision: Decision) -> None:
         for one in decision.judged:
@@ -115,72 +190,6 @@ class PolicyCheck:
                     one.attestation.expires.isoformat(),
                     one.attestation.reason,
                 )
-
-
-class RegionKept:
-    """Without a policy: the region that a run was first flushed to is kept.
-
-    Args:
-        local: The run's directory, which remembers it.
-        region: Returns what the requests of this process are signed for.
-    """
-
-    def __init__(self, local: LocalTier, region: Callable[[], str]) -> None:
-        self._local, self._region = local, region
-
-    def require(self, *, fresh: bool = False) -> None:
-        """Pass in the first region, which is noted; see `Residency.require`."""
-        del fresh
-        region = self._region()
-        noted = read_note(self._local).get("region")
-        if noted is None:
-            _log.info(
-                "no residency policy: this run is kept in region %s, where it is flushed first;"
-                " whether the bucket is public or replicated is not looked at",
-                region,
-            )
-            noted = self._note(region)
-        if noted != region:
-            raise ResidencyError(
-                f"run was flushed to region {noted!r} before, and would go to {region!r} now",
-                "durable",
-                str(self._local.root / NOTE_FILE),
-                "Set the region back; if the run has to move, remove that file.",
-            )
-
-    def _note(self, region: str) -> object:
-        """Note a region; return the one that is noted then."""
-        try:
-            self._local.put(NOTE_FILE, canonical_json({"region": region}))
-        except AlreadyExistsError:  # by another process of this node
-            return read_note(self._local).get("region")
-        except UnavailableError as exc:
-            # A full disk must not stop the flusher that empties it; the next one notes it.
-            _log.warning("cannot note the region of this run: %s", exc.message)
-        return region
-
-
-class ResidentTier(WrappedTier):
-    """A durable tier that nothing is written to unless it may be; as safe for threads as that is.
-
-    Args:
-        tier: Where to.
-        residency: Asked before every write.
-    """
-
-    def __init__(self, tier: DurableTier, residency: Residency) -> None:
-        super().__init__(tier)
-        self._residency = residency
-
-    def put(self, key: str, data: bytes) -> None:
-        """Create a small object; see `Tier.put`."""
-        self._residency.require()
-        super().put(key, data)
-
-    def upload(self, key: str, source: Source) -> ObjectInfo:
-        """Create a large object; see `DurableTier.upload`."""
-        self._residency.require()
-        return super().upload(key, source)
 
 
 def refusal(decision: Decision) -> TieredError:
@@ -207,36 +216,13 @@ def _why(one: Judged) -> str:
     return f"{text}, {one.note}" if one.note else text
 
 
-def note_policy(local: LocalTier, policy: Policy) -> None:
-    """Keep the policy with the run: flushers that an operator starts are held to it too."""
-    data = canonical_json({"policy": dict(policy.plain)})
-    try:
-        if local.get(NOTE_FILE, _NOTE_BYTES_MAX) == data:
-            return
-    except AbsentError:
-        with contextlib.suppress(AlreadyExistsError):
-            local.put(NOTE_FILE, data)
-            return
-    except CorruptError:
-        _log.warning("writing the noted residency policy anew")
-    replace(local, NOTE_FILE, data)
-
-
-def read_note(local: LocalTier) -> dict[str, Any]:
-    """Return what a run's directory knows of its residency; empty when nothing was noted.
-
-    Raises:
-        ResidencyError: It is damaged: a lost policy must not become none.
-    """
-    try:
-        return parse_json(local.get(NOTE_FILE, _NOTE_BYTES_MAX))
-    except AbsentError:
-        return {}
-    except CorruptError as exc:
-        path = str(local.root / NOTE_FILE)
-        raise ResidencyError(
-            "the residency that was noted for this run is damaged",
-            "local",
-            path,
-            "The next save with residency= writes it anew; or remove the file.",
-        ) from exc
+def another_policy(policy_sha256: str, mine: str) -> ResidencyError:
+    """Return the error for a checkpoint that was saved under another policy than ours."""
+    return ResidencyError(
+        f"checkpoint was saved under residency policy {policy_sha256[:12]}, and the flusher of this"
+        f" node is {mine}",
+        "durable",
+        NOTE_FILE,
+        "Give the same residency= to the writers on all nodes; a policy that was mended is taken"
+        " over by the next save on each node.",
+    )

@@ -23,14 +23,14 @@ from dcp_tiered.errors import (
     TieredError,
     UnavailableError,
 )
-from dcp_tiered.format.residency import Observed
+from dcp_tiered.format.residency import Fact, Observed
 from dcp_tiered.interfaces import ObjectInfo, Source
 from dcp_tiered.metrics import Sample
 from dcp_tiered.tiers.s3_body import Window, damaged, filling
 from dcp_tiered.tiers.s3_errors import ChecksumRefusedError, too_short, transport_errors
 from dcp_tiered.tiers.s3_pins import Pin
 from dcp_tiered.tiers.s3_requests import S3Requests, crc_header, crc_value
-from dcp_tiered.tiers.s3_residency import observe
+from dcp_tiered.tiers.s3_residency import look_public, observe, observe_place
 from dcp_tiered.tiers.stored_crc import stored_crc32c
 
 _log = logging.getLogger(__name__)
@@ -217,6 +217,15 @@ class S3Tier:
         """Look where the bucket is, whose it is, and where copies of it go; with a pin only."""
         assert self._requests.pin is not None
         return observe(self._requests, self._requests.pin, f"{self._prefix}/")
+
+    def observe_place(self) -> Observed:
+        """Look where the bucket is and whose it is; with a pin only."""
+        assert self._requests.pin is not None
+        return observe_place(self._requests, self._requests.pin)
+
+    def look_public(self) -> Fact:
+        """Look for signs that the bucket is public; without a pin only."""
+        return look_public(self._requests, f"{self._prefix}/")
 
     def region(self) -> str:
         """Return the region that requests are signed for."""

@@ -10,6 +10,8 @@ from dcp_tiered.format.residency import Fact, Verdict
 from dcp_tiered.tiers.s3_errors import transport_errors
 from dcp_tiered.tiers.s3_requests import S3Requests
 
+ANYBODY = "anybody"
+"""The service name of S3 asked without credentials."""
 _REGION = "x-amz-bucket-region"
 _DENIED = (401, 403)
 _SILENT = (408, 429, 500, 502, 503, 504)
@@ -76,7 +78,11 @@ class Asker:
     def client(self, service: str = "s3") -> Any:
         """Return the client of a service."""
         if service not in self._clients:
-            made = self._requests.asking_client(service)
+            made = (
+                self._requests.anonymous_client()
+                if service == ANYBODY
+                else self._requests.asking_client(service)
+            )
             made.meta.events.register_first("needs-retry", self._note_region)
             self._clients[service] = made
         return self._clients[service]
@@ -92,7 +98,7 @@ class Asker:
         Args:
             operation: botocore's method name.
             permission: What the asker needs for it.
-            service: `s3` or `s3control`.
+            service: `s3`, `s3control` or `ANYBODY`.
             **arguments: botocore's arguments.
         """
         client = self.client(service)

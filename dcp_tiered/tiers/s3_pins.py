@@ -7,7 +7,7 @@ botocore follows a bucket into whatever region a store names, and has no switch 
 import ipaddress
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -43,6 +43,24 @@ class Pin:
     """Account that every request says the bucket has to belong to."""
     endpoint: str | None = None
     """Of a compatible store: scheme, host and port; None for AWS."""
+    jurisdiction: str | None = None
+    """Of R2, which the endpoint names; None for any other store."""
+    replica_accounts: tuple[str, ...] = ()
+    """Whose buckets replicas may lie in."""
+    replica_regions: tuple[str, ...] = ()
+    """Where they may lie: asked about there, while nothing else is sent."""
+
+    @property
+    def provider(self) -> str:
+        """Return which kind of store it is, as facts and rules name it."""
+        if self.endpoint is None:
+            return "aws"
+        return "s3compat" if self.jurisdiction is None else "r2"
+
+    def for_questions(self) -> "Pin":
+        """Return where questions about buckets may go."""
+        regions = (*self.regions, *self.replica_regions) if self.regions else ()
+        return replace(self, regions=regions)
 
     def client_options(self) -> dict[str, Any]:
         """Return botocore's settings against ways around the regional endpoint."""

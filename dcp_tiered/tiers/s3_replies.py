@@ -67,6 +67,13 @@ def bucket_of(rule: Mapping[str, Any]) -> str | None:
     return arn.rpartition(":")[2] or None if arn.startswith("arn:") else None
 
 
+def replica_key(rule: Mapping[str, Any]) -> str | None:
+    """Return place and account of the key that replicas get, empty for none, None if unknown."""
+    said = as_dict(as_dict(rule.get("Destination")).get("EncryptionConfiguration"))
+    key = str(said.get("ReplicaKmsKeyID") or "")
+    return _place_of_key(key) if key else ""
+
+
 def encryption(answer: Answer) -> Fact:
     """Tell whose key objects are stored under, and where that lies."""
     if answer.code == "ServerSideEncryptionConfigurationNotFoundError":
@@ -88,12 +95,18 @@ def _key(answer: Answer, rule: Mapping[str, Any]) -> Fact:
     if not key:
         # The key of AWS for S3 in the account and region of the bucket.
         return answer.fact("encryption", _ALLOW, f"{algorithm}, key of AWS", STORE_KEY)
-    parts = key.split(":")
-    if len(parts) < _ARN_PARTS or parts[2] != "kms":
+    place = _place_of_key(key)
+    if place is None:
         return answer.fact("encryption", _UNKNOWN, f"key {key[:100]} names no region")
     if "/mrk-" in key:
         return answer.fact("encryption", _DENY, "the key is replicated to other regions")
-    return answer.fact("encryption", _ALLOW, f"key {key}", f"{parts[1]}:{parts[3]}/{parts[4]}")
+    return answer.fact("encryption", _ALLOW, f"key {key}", place)
+
+
+def _place_of_key(key: str) -> str | None:
+    parts = key.split(":")
+    is_named = len(parts) >= _ARN_PARTS and parts[2] == "kms"
+    return f"{parts[1]}:{parts[3]}/{parts[4]}" if is_named else None
 
 
 def as_dict(value: Any) -> dict[str, Any]:

@@ -256,10 +256,21 @@ class S3Requests:
             service: `s3`, or `s3control` for questions about the account.
         """
         made = self._bare_client(service)
-        made.meta.events.register_first("before-send", PinOnly(f"s3://{self.bucket}", self.pin))
+        where = f"s3://{self.bucket}"
+        anchor = Anchor(where) if self.pin is None else PinOnly(where, self.pin.for_questions())
+        made.meta.events.register_first("before-send", anchor)
         return made
 
-    def _bare_client(self, service: str) -> Any:
+    def anonymous_client(self) -> Any:
+        """Return a client for questions that anybody could ask; not for use with a pin."""
+        from botocore import UNSIGNED
+
+        assert self.pin is None
+        made = self._bare_client("s3", signature_version=UNSIGNED)
+        made.meta.events.register_first("before-send", Anchor(f"s3://{self.bucket}"))
+        return made
+
+    def _bare_client(self, service: str, **config: Any) -> Any:
         import botocore.session
         from botocore import UNSIGNED
         from botocore.config import Config
@@ -286,6 +297,7 @@ class S3Requests:
             **({"signature_version": UNSIGNED} if options.get("anon") else {}),
             **given,
             **pinned,
+            **config,
             "s3": s3 | pinned.get("s3", {}),
             # One retry layer, ours: botocore's would multiply with it.
             "retries": {"total_max_attempts": 1},

@@ -4,11 +4,14 @@ What a store does not answer is unknown. A compatible store may contradict what 
 it, but where it says it is proves nothing: that is a word in its configuration.
 """
 
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from dcp_tiered.format.residency import Fact, Observed, Verdict, worst
-from dcp_tiered.tiers.s3_asking import Answer, Asker, Kind
+from dcp_tiered.format.residency import REPLICA_KEY, Fact, Observed, Verdict, worst
+from dcp_tiered.tiers.s3_asking import ANYBODY, Answer, Asker, Kind
 from dcp_tiered.tiers.s3_pins import Pin, is_loopback
 from dcp_tiered.tiers.s3_replies import (
     BLOCKS,
@@ -19,6 +22,7 @@ from dcp_tiered.tiers.s3_replies import (
     grants,
     is_about,
     policy_status,
+    replica_key,
 )
 from dcp_tiered.tiers.s3_requests import S3Requests
 
@@ -36,11 +40,39 @@ def observe(requests: S3Requests, pin: Pin, prefix: str) -> Observed:
         pin: Where its requests may go.
         prefix: Of the run's objects; replication of others is none of our business.
     """
-    asker = Asker(requests)
-    try:
+    with closing(Asker(requests)) as asker:
         return _Look(asker, requests.bucket, pin, prefix).all()
-    finally:
-        asker.close()
+
+
+def observe_place(requests: S3Requests, pin: Pin) -> Observed:
+    """Look where a bucket is and whose it is, with two requests.
+
+    Args:
+        requests: Of the run.
+        pin: Where its requests may go.
+    """
+    with closing(Asker(requests)) as asker:
+        return _Look(asker, requests.bucket, pin, "").place()
+
+
+def look_public(requests: S3Requests, prefix: str) -> Fact:
+    """Look for signs that a bucket is public, with three requests; none of them proves that not.
+
+    Args:
+        requests: Of the run; they need no pin.
+        prefix: Of the run's objects.
+    """
+    bucket = requests.bucket
+    with closing(Asker(requests)) as asker:
+        answer = asker.ask("get_bucket_policy_status", "s3:GetBucketPolicyStatus", Bucket=bucket)
+        if answer.kind is Kind.SILENT:
+            return answer.unknown("not_public")
+        facts = [policy_status(answer)]
+        facts.append(grants(asker.ask("get_bucket_acl", "s3:GetBucketAcl", Bucket=bucket)))
+        listed = asker.ask("list_objects_v2", "", ANYBODY, Bucket=bucket, Prefix=prefix, MaxKeys=1)
+        if listed.kind is Kind.OK:
+            facts.append(listed.fact("not_public", _DENY, "anybody can list it, without a key"))
+        return worst("not_public", facts)
 
 
 class _Look:
@@ -48,7 +80,17 @@ class _Look:
 
     def __init__(self, asker: Asker, bucket: str, pin: Pin, prefix: str) -> None:
         self._asker, self._bucket, self._pin, self._prefix = asker, bucket, pin, prefix
-        self._is_aws = pin.endpoint is None
+        self._is_aws = pin.provider == "aws"
+
+    def place(self) -> Observed:
+        """Return where it is and whose it is."""
+        endpoint = self._endpoint()
+        if endpoint.verdict is _DENY:
+            return self._observed([endpoint, self._tls()])
+        head = self._ask("head_bucket", "")
+        owner = None if head.kind is Kind.SILENT else self._owner(head)
+        facts = [endpoint, self._tls(), self._location(head), *([] if owner is None else [owner])]
+        return self._observed(facts)
 
     def all(self) -> Observed:
         """Return every fact; a store that does not even answer for the bucket is asked no more."""
@@ -63,10 +105,11 @@ class _Look:
                 rest = self._settings(head)
                 if self._is_aws:
                     endpoint = worst("endpoint", [endpoint, self._acceleration()])
+        return self._observed([endpoint, self._tls(), *rest])
+
+    def _observed(self, facts: list[Fact]) -> Observed:
         target = f"s3://{self._bucket}" if self._is_aws else f"{self._pin.endpoint}/{self._bucket}"
-        provider = "aws" if self._is_aws else "s3compat"
-        facts = (endpoint, self._tls(), *rest)
-        return Observed(target=target, provider=provider, facts=facts)
+        return Observed(target=target, provider=self._pin.provider, facts=tuple(facts))
 
     def _settings(self, head: Answer) -> list[Fact]:
         """Return what the bucket is and is set to."""
@@ -84,7 +127,7 @@ class _Look:
         return self._asker.ask(operation, permission, **({"Bucket": self._bucket} | arguments))
 
     def _place(self, region: str) -> str:
-        return f"{self._pin.partition if self._is_aws else 's3compat'}:{region}"
+        return f"{self._pin.partition if self._is_aws else self._pin.provider}:{region}"
 
     def _endpoint(self) -> Fact:
         """Tell where this client sends its requests to, without sending one."""
@@ -119,6 +162,10 @@ class _Look:
     def _location(self, head: Answer) -> Fact:
         if head.status == 404:  # noqa: PLR2004 - HTTP
             return head.fact("location", _DENY, "no such bucket; it is never created here")
+        if self._pin.jurisdiction is not None and head.kind is Kind.OK:
+            # Its region says "auto"; buckets of a jurisdiction answer at no other host.
+            text = f"it answers at the host of jurisdiction {self._pin.jurisdiction}"
+            return head.fact("location", _ALLOW, text, self._place(self._pin.jurisdiction))
         if head.region is None:
             if head.kind is Kind.OK:
                 return head.fact("location", _UNKNOWN, "the store names no region")
@@ -172,6 +219,8 @@ class _Look:
 
     def _acl(self) -> Fact:
         """Tell whether access lists make it public, or that there are none."""
+        if not self._is_aws:  # some say that lists are off, and go by them
+            return grants(self._ask("get_bucket_acl", "s3:GetBucketAcl"))
         answer = self._ask("get_bucket_ownership_controls", "s3:GetBucketOwnershipControls")
         ownership = "ObjectWriter"
         if answer.kind is Kind.OK:
@@ -220,18 +269,40 @@ class _Look:
             return answer.unknown("replication"), set()
         ours = [rule for rule in rules if is_about(rule, prefix)]
         targets = {name for rule in ours if (name := bucket_of(rule)) is not None}
-        if any(bucket_of(rule) is None or rule.get("Status") != "Enabled" for rule in ours):
+        keys = [f"{REPLICA_KEY}{key}" for rule in ours if (key := replica_key(rule))]
+        if any(not _is_understood(rule) for rule in ours):
             text = f"a replication rule of {bucket} is not understood"
-            return answer.fact("replication", _UNKNOWN, text), targets
+            return answer.fact("replication", _UNKNOWN, text, *keys), targets
         text = f"{bucket} is replicated to {', '.join(sorted(targets)) or 'nowhere'}"
-        return answer.fact("replication", _ALLOW, text), targets
+        return answer.fact("replication", _ALLOW, text, *keys), targets
 
     def _replica(self, bucket: str) -> Fact:
-        answer = self._ask("head_bucket", "s3:ListBucket", Bucket=bucket)
-        if answer.region is None:
-            return answer.unknown("replication")
-        text = f"{bucket} is in {answer.region}"
-        return answer.fact("replication", _ALLOW, text, self._place(answer.region))
+        """Tell where a replica lies and whose it is."""
+        head = self._ask("head_bucket", "s3:ListBucket", Bucket=bucket)
+        if head.region is None:
+            return head.unknown("replication")
+        place = self._place(head.region)
+        if not self._pin.replica_accounts:
+            text = f"{bucket} is in {head.region}"
+            return head.fact("replication", _ALLOW, text, place)
+        for account in self._pin.replica_accounts:
+            answer = self._ask(
+                "head_bucket", "s3:ListBucket", Bucket=bucket, ExpectedBucketOwner=account
+            )
+            if answer.kind is Kind.OK:
+                text = f"{bucket} is in {head.region} and belongs to {account}"
+                return answer.fact("replication", _ALLOW, text, f"{place}/{account}")
+            if answer.kind is not Kind.DENIED:
+                return replace(answer.unknown("replication"), values=(place,))
+        if head.kind is Kind.OK:
+            text = f"{bucket} belongs to no account of the policy"
+            return head.fact("replication", _DENY, text, place)
+        return replace(head.unknown("replication"), values=(place,))
+
+
+def _is_understood(rule: Mapping[str, Any]) -> bool:
+    is_named = bucket_of(rule) is not None and replica_key(rule) is not None
+    return is_named and rule.get("Status") == "Enabled"
 
 
 def _bare(url: str) -> str:

@@ -14,7 +14,8 @@ ACCOUNTS = ["123456789012", "999999999999"]
 PLACES = ["eu-central-1", "eu-west-2", "us-east-2"]
 VALUES = st.sampled_from(
     [f"{kind}:{place}" for kind in ("aws", "s3compat") for place in PLACES]
-    + [f"aws:{place}/{account}" for place in PLACES for account in ACCOUNTS]
+    + [f"{key}aws:{place}/{a}" for key in ("", "key ") for place in PLACES for a in ACCOUNTS]
+    + ["r2:eu", "r2:fedramp"]
     + [*ACCOUNTS, "key of the store", "https://s3.example", "site_id=fra", "site_id=muc"]
 )
 FACT = st.builds(
@@ -40,6 +41,7 @@ RULE = st.builds(
     key_accounts=st.lists(st.sampled_from(ACCOUNTS), max_size=1).map(tuple),
     require_kms=st.booleans(),
     endpoint=st.none() | st.just("https://s3.example"),
+    jurisdiction=st.none() | st.just("eu"),
     site_id=st.none() | st.just("fra"),
 )
 ATTESTATION = st.builds(
@@ -59,6 +61,42 @@ def counts(attestation: Attestation, target: str, fact: str) -> bool:
     return (attestation.target, attestation.fact) == (target, fact) and 0 < days <= 90
 
 
+def places_of(rule: Rule) -> tuple[str, ...]:
+    return (rule.jurisdiction,) if rule.jurisdiction else rule.regions
+
+
+def may_hold_a_replica(policy: Policy, value: str, verdict: Verdict) -> bool:
+    """Say in other words than the code where a replica, or its key, may be and whose."""
+    is_key, value = value.startswith("key "), value.removeprefix("key ")
+    where, _, account = value.partition("/")
+    for rule in policy.allow:
+        prefix = "aws" if rule.provider == "aws" else rule.provider
+        regions = (rule.key_regions or rule.regions) if is_key else places_of(rule)
+        accounts = set(rule.key_accounts if is_key else ()) or {rule.owner}
+        whose = account in accounts if account else verdict is Verdict.UNKNOWN
+        whose = whose or (not is_key and not account and rule.owner is None)
+        if where in {f"{prefix}:{region}" for region in regions} and whose:
+            return True
+    return False
+
+
+@given(st.sampled_from(["", "key "]), st.sampled_from(PLACES), st.sampled_from(ACCOUNTS))
+def test_a_replica_is_allowed_where_and_with_whom_a_rule_says(kind, place, account):
+    rule = Rule(id="r", provider="aws", regions=("eu-central-1",), owner=ACCOUNTS[0])
+    facts = tuple(
+        Fact(
+            name=name,
+            verdict=Verdict.ALLOW,
+            evidence="seen",
+            values=(f"{kind}aws:{place}/{account}",) if name == "replication" else values,
+        )
+        for name, values in GOOD.items()
+    )
+    seen = Observed(target="s3://ckpt", provider="aws", facts=facts)
+    expected = (place, account) == ("eu-central-1", ACCOUNTS[0])
+    assert decide(Policy(allow=(rule,)), seen, (), NOW).allowed is expected
+
+
 @given(POLICY, OBSERVED, st.lists(ATTESTATION, max_size=6))
 def test_nothing_denied_or_unknown_is_allowed(policy, seen, attestations):
     if not decide(policy, seen, attestations, NOW).allowed:
@@ -75,6 +113,10 @@ def test_nothing_denied_or_unknown_is_allowed(policy, seen, attestations):
         for value in fact.values:
             if fact.name == "location" and seen.provider == "aws":
                 assert value.removeprefix("aws:") in {r for rule in rules for r in rule.regions}
+            if fact.name == "location" and seen.provider == "r2":
+                assert value in {f"r2:{place}" for rule in rules for place in places_of(rule)}
+            if fact.name == "replication":
+                assert may_hold_a_replica(policy, value, fact.verdict)
             if fact.name == "owner" and seen.provider == "aws" and all(r.owner for r in rules):
                 assert value in {rule.owner for rule in rules}
 

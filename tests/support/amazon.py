@@ -24,6 +24,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 ACCOUNT = "123456789012"
 _HOST = re.compile(r"(?:(?P<bucket>.+)\.)?s3\.(?P<region>[a-z0-9-]+)\.amazonaws\.com")
+R2_ACCOUNT = "0123456789abcdef0123456789abcdef"
+_R2 = re.compile(r"[0-9a-f]{32}\.(?:(?P<region>eu)\.)?r2\.cloudflarestorage\.com")
 _CONTROL = re.compile(r"(?P<account>\d{12})\.s3-control\.(?P<region>[a-z0-9-]+)\.amazonaws\.com")
 _BLOCKED = "".join(
     f"<{name}>true</{name}>"
@@ -62,10 +64,20 @@ def encryption(algorithm: str, key: str = "") -> str:
     )
 
 
-def replication(*targets: str, status: str = "Enabled", prefix: str = "") -> str:
+def replication(
+    *targets: str, status: str = "Enabled", prefix: str = "", key: str | None = None
+) -> str:
+    encryption = (
+        ""
+        if key is None
+        else (
+            f"<EncryptionConfiguration><ReplicaKmsKeyID>{key}</ReplicaKmsKeyID>"
+            "</EncryptionConfiguration>"
+        )
+    )
     rules = "".join(
         f"<Rule><Status>{status}</Status><Filter><Prefix>{prefix}</Prefix></Filter><Destination>"
-        f"<Bucket>arn:aws:s3:::{target}</Bucket></Destination></Rule>"
+        f"<Bucket>arn:aws:s3:::{target}</Bucket>{encryption}</Destination></Rule>"
         for target in targets
     )
     return f"<ReplicationConfiguration><Role>r</Role>{rules}</ReplicationConfiguration>"
@@ -96,6 +108,7 @@ class Bucket:
     )
     objects: dict[str, tuple[bytes, str]] = field(default_factory=dict)
     """Bytes and CRC32C header."""
+    lists_to_anybody: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,6 +147,8 @@ class Amazon:
         self.account_blocks: dict[str, str] = {}
         self.faults: dict[str, Fault] = {}
         """By setting, `head` for HeadBucket, `account` for that of the account."""
+        self.refusing: set[str] = set()
+        """Buckets whose HeadBucket the asker has no permission for."""
         self.log: list[Seen] = []
         self.body_bytes: Counter[str] = Counter()
         """Bytes of bodies, by host."""
@@ -147,6 +162,9 @@ class Amazon:
             for region in ("eu-central-1", "eu-west-1", "us-east-2")
             for service in ("s3", "s3-control")
             for star in ("", "*.")
+        )
+        names += "".join(
+            f",DNS:{R2_ACCOUNT}.{part}r2.cloudflarestorage.com" for part in ("", "eu.")
         )
         command += f" -keyout {self._key} -out {self.ca} -addext subjectAltName={names}"
         subprocess.run(command.split(), check=True, capture_output=True)
@@ -211,7 +229,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().finish()
         self.connection.close()
 
-    def do(self) -> None:  # noqa: PLR0911 - what S3 looks at, in its order
+    def do(self) -> None:
         host = self.headers["Host"].partition(":")[0]
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.amazon.body_bytes[host] += len(body)
@@ -220,8 +238,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.amazon.log.append(Seen(host, self.command, self.path, headers))
         if self.amazon.upstream is not None:
             return self._pass_on(self.amazon.upstream, body)
-        query = parse_qs(path.query, keep_blank_values=True)
         control, found = _CONTROL.fullmatch(host), _HOST.fullmatch(host)
+        if r2 := _R2.fullmatch(host):
+            return self._r2(r2["region"], unquote(path.path[1:]).partition("/")[0])
         if control:
             return self._setting("account", self.amazon.account_blocks.get(control["account"]))
         if not found:
@@ -232,19 +251,38 @@ class _Handler(BaseHTTPRequestHandler):
         bucket = self.amazon.buckets.get(name)
         if bucket is None:
             return self._error(404, "NoSuchBucket")
-        told = {"x-amz-bucket-region": bucket.region}
         if not key and self.command == "HEAD" and "head" in self.amazon.faults:
             return self._fault(self.amazon.faults["head"])
         if bucket.region != found["region"]:
-            return self._error(301, "PermanentRedirect", told)
-        if headers.get("x-amz-expected-bucket-owner", bucket.owner) != bucket.owner:
+            return self._error(301, "PermanentRedirect", {"x-amz-bucket-region": bucket.region})
+        return self._about(name, key, headers, body)
+
+    def _about(self, name: str, key: str, headers: dict[str, str], body: bytes) -> None:
+        """Answer for a bucket or an object, at the host of its region."""
+        bucket = self.amazon.buckets[name]
+        told = {"x-amz-bucket-region": bucket.region}
+        query = parse_qs(urlsplit(self.path).query, keep_blank_values=True)
+        is_head = not key and self.command == "HEAD"
+        is_listing = self.command == "GET" and "list-type" in query
+        is_known = "authorization" in headers or (is_listing and bucket.lists_to_anybody)
+        owner = headers.get("x-amz-expected-bucket-owner", bucket.owner)
+        if not is_known or owner != bucket.owner or (is_head and name in self.amazon.refusing):
             return self._error(403, "AccessDenied", told)
-        if not key and self.command == "HEAD":
+        if is_head:
             return self._reply(200, b"", told)
         for setting in ("accelerate", "acl", *ABSENT):
             if setting in query:
                 return self._setting(setting, bucket.settings.get(setting))
         return self._object(bucket, key, query, body)
+
+    def _r2(self, jurisdiction: str | None, name: str) -> None:
+        """Answer for a bucket; one of a jurisdiction is not there at any other host."""
+        bucket = self.amazon.buckets.get(name)
+        if bucket is None or bucket.region != (jurisdiction or "auto"):
+            return self._error(404, "NoSuchBucket")
+        if self.command == "HEAD":
+            return self._reply(200, b"", {"x-amz-bucket-region": "auto"})
+        return self._error(501, "NotImplemented")
 
     do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = do  # noqa: N815 - http.server's names
 

@@ -137,7 +137,9 @@ def make_nodes(count: int, base: Path, durable: Path, limits: Limits) -> list[No
     return nodes
 
 
-def publish(nodes: list[Node], checkpoint_id: str, sequence: int = 1) -> Published:
+def publish(
+    nodes: list[Node], checkpoint_id: str, sequence: int = 1, policy_sha256: str | None = None
+) -> Published:
     """Publish on the first node what all have sealed."""
     shards = [shard for node in nodes for shard in node.shards]
     head = Head(
@@ -152,6 +154,7 @@ def publish(nodes: list[Node], checkpoint_id: str, sequence: int = 1) -> Publish
         world_size=len(nodes),
         written_by={"dcp_tiered": "test"},
         shards=tuple(shards),
+        policy_sha256=policy_sha256,
     )
     entries = [
         Entry(

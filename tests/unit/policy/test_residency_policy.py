@@ -85,9 +85,75 @@ def test_keys_of_other_accounts_and_regions_have_to_be_named():
 def test_a_replica_may_lie_where_another_rule_allows():
     other = {"provider": "aws", "regions": ["eu-west-1"], "owner": "999999999999"}
     rule = {"provider": "aws", "regions": ["eu-central-1"], "owner": ACCOUNT}
-    replicated = seen(replication=("aws:eu-west-1",))
+    replicated = seen(replication=("aws:eu-west-1/999999999999",))
     assert allowed({"allow": [rule, other]}, replicated)
     assert not allowed({"allow": [rule]}, replicated)
+
+
+@pytest.mark.parametrize(
+    ("value", "good"),
+    [
+        (f"aws:eu-central-1/{ACCOUNT}", True),
+        ("aws:eu-central-1/999999999999", False),
+        ("aws:eu-central-1", False),
+        (f"aws:us-east-2/{ACCOUNT}", False),
+        (f"key aws:eu-central-1/{ACCOUNT}", True),
+        ("key aws:eu-central-1/999999999999", False),
+        (f"key aws:us-east-2/{ACCOUNT}", False),
+    ],
+)
+def test_a_replica_counts_by_region_and_account_and_so_does_its_key(value, good):
+    assert allowed(SHORT, seen(replication=(value,))) is good
+
+
+def test_a_replica_of_an_unknown_account_is_answered_for_but_not_its_region():
+    for value, good in (("aws:eu-central-1", True), ("aws:us-east-2", False)):
+        unknown = seen(verdicts={"replication": "UNKNOWN"}, replication=(value,))
+        assert not allowed(SHORT, unknown)
+        assert allowed(with_attestation(), unknown) is good
+
+
+R2_ACCOUNT = "0123456789abcdef0123456789abcdef"
+R2 = {"allow": [{"provider": "r2", "jurisdiction": "eu", "account": R2_ACCOUNT}]}
+R2_HOST = f"https://{R2_ACCOUNT}.eu.r2.cloudflarestorage.com"
+
+
+def r2_bucket(verdicts=None, **values):
+    facts = {
+        "location": ("r2:eu",),
+        "not_public": (),
+        "replication": (),
+        "encryption": ("key of the store",),
+        "endpoint": (R2_HOST,),
+        "tls": (),
+    }
+    return seen(f"{R2_HOST}/ckpt", "r2", verdicts, **(facts | values))
+
+
+def test_r2_is_allowed_by_the_host_of_its_jurisdiction():
+    assert parse(R2).allow[0].endpoint == R2_HOST
+    assert allowed(R2, r2_bucket())
+    assert not allowed(R2, r2_bucket(location=("r2:fedramp",)))
+    assert not allowed(R2, r2_bucket({"location": "UNKNOWN"}, location=()))
+    for host in (R2_HOST.replace(".eu.", "."), R2_HOST.replace("0123", "9999")):
+        assert not allowed(R2, r2_bucket(endpoint=(host,)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"jurisdiction": "default"},
+        {"jurisdiction": None},
+        {"account": "acct"},
+        {"account": None},
+        {"endpoint": R2_HOST},
+    ],
+    ids=str,
+)
+def test_r2_without_jurisdiction_or_account_is_no_rule(change):
+    rule = {**R2["allow"][0], **change}
+    with pytest.raises(InvalidError):
+        parse({"allow": [{key: value for key, value in rule.items() if value is not None}]})
 
 
 ATTESTED = {

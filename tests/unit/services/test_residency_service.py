@@ -6,68 +6,20 @@ from pathlib import Path
 import pytest
 
 from dcp_tiered.errors import ResidencyError, UnavailableError
-from dcp_tiered.format.residency import Fact, Observed, Verdict
 from dcp_tiered.policy.residency_schema import parse
-from dcp_tiered.services.residency import (
+from dcp_tiered.services.no_policy import RegionKept
+from dcp_tiered.services.residency import PolicyCheck
+from dcp_tiered.services.residency_note import (
     NOTE_FILE,
-    PolicyCheck,
-    RegionKept,
-    ResidentTier,
+    known_policies,
     note_policy,
+    noted_policy,
     read_note,
 )
+from dcp_tiered.services.resident_tier import ResidentTier
 from dcp_tiered.tiers.posix import PosixTier
+from tests.support.places import POLICY, Place
 from tests.support.sources import BytesSource
-
-POLICY = {
-    "allow": [{"provider": "posix", "site_id": "fra"}],
-    "ttl_s": 60,
-    "attestations": [
-        {
-            "target": "file:///m",
-            "fact": "replication",
-            "by": "alice",
-            "reason": "asked the operators",
-            "expires": "2026-12-01T00:00:00+00:00",
-        }
-    ],
-}
-NOW = datetime(2026, 11, 30, 12, tzinfo=UTC)
-
-
-class Place:
-    """A target whose facts a test changes, and a clock that it turns."""
-
-    def __init__(self) -> None:
-        self.verdicts = {"mount": "ALLOW", "not_public": "ALLOW", "replication": "UNKNOWN"}
-        self.transient = False
-        self.looks = 0
-        self.at = 1000.0
-
-    def observe(self) -> Observed:
-        self.looks += 1
-        return Observed(
-            target="file:///m",
-            provider="posix",
-            facts=tuple(
-                Fact(
-                    name=name,
-                    verdict=Verdict(verdict),
-                    evidence="seen",
-                    values=("site_id=fra",) if name == "mount" else (),
-                    transient=self.transient,
-                )
-                for name, verdict in self.verdicts.items()
-            ),
-        )
-
-    def check(self) -> PolicyCheck:
-        return PolicyCheck(
-            parse(POLICY),
-            self.observe,
-            now=lambda: NOW + timedelta(seconds=self.at - 1000),
-            clock=lambda: self.at,
-        )
 
 
 @pytest.fixture
@@ -174,6 +126,18 @@ def test_a_policy_is_kept_with_the_run(tmp_path: Path):
     note_policy(local, other)
     assert parse(read_note(local)["policy"]) == other
     assert list(local.list_directories()) == []
+
+
+def test_a_policy_that_was_replaced_is_remembered(tmp_path: Path):
+    local = PosixTier(tmp_path / "run", tmp_path, "local")
+    policies = [parse(POLICY | {"ttl_s": ttl}) for ttl in (1, 2, 1, 3)]
+    for policy in policies:
+        note_policy(local, policy)
+    assert known_policies(local) == [policies[n].sha256 for n in (3, 2, 1)]
+    assert noted_policy(local) == policies[3].plain
+    (tmp_path / "run" / NOTE_FILE).write_text("{")
+    assert known_policies(local) == []
+    assert noted_policy(local) is None
 
 
 def test_a_damaged_note_is_no_missing_one(tmp_path: Path):

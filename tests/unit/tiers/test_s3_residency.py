@@ -14,11 +14,12 @@ from dcp_tiered.policy.residency_schema import parse
 from dcp_tiered.tiers import s3_pins
 from dcp_tiered.tiers.s3_pins import Pin
 from dcp_tiered.tiers.s3_requests import S3Requests
-from dcp_tiered.tiers.s3_residency import observe
+from dcp_tiered.tiers.s3_residency import look_public, observe, observe_place
 from tests.support.amazon import (
     ACCOUNT,
     ENFORCED,
     OPEN,
+    R2_ACCOUNT,
     Amazon,
     Fault,
     access_list,
@@ -48,6 +49,7 @@ def amazon(server: Amazon) -> Amazon:
     server.buckets.clear()
     server.faults.clear()
     server.account_blocks.clear()
+    server.refusing.clear()
     server.log.clear()
     server.body_bytes.clear()
     server.add("ckpt", REGION)
@@ -244,6 +246,116 @@ def test_replication_is_followed(amazon: Amazon):
     fact = look(amazon)["replication"]
     assert set(fact.values) == {f"aws:{REGION}", "aws:us-east-2"}
     assert all(seen.host.endswith(f"s3.{REGION}.amazonaws.com") for seen in amazon.log)
+
+
+OTHER = "999999999999"
+PIN_OF_TWO = Pin(
+    regions=(REGION,),
+    owner=ACCOUNT,
+    replica_accounts=(ACCOUNT, OTHER),
+    replica_regions=(REGION, "us-east-2"),
+)
+
+
+@pytest.mark.parametrize(
+    ("region", "owner", "verdict", "value"),
+    [
+        (REGION, ACCOUNT, "ALLOW", f"aws:{REGION}/{ACCOUNT}"),
+        ("us-east-2", OTHER, "ALLOW", f"aws:us-east-2/{OTHER}"),
+        (REGION, "000000000000", "DENY", f"aws:{REGION}"),
+        ("eu-west-1", ACCOUNT, "UNKNOWN", "aws:eu-west-1"),  # not even asked there
+    ],
+)
+def test_a_replica_is_told_by_region_and_account(amazon, region, owner, verdict, value):
+    amazon.buckets["ckpt"].settings["replication"] = replication("b2")
+    amazon.add("b2", region, owner)
+    fact = look(amazon, PIN_OF_TWO)["replication"]
+    assert (fact.verdict, fact.values) == (verdict, (value,))
+    assert {seen.method for seen in amazon.log} <= {"HEAD", "GET"}
+    assert amazon.body_bytes.total() == 0
+
+
+def test_the_owner_of_a_replica_that_refuses_to_say_is_unknown(amazon: Amazon):
+    amazon.buckets["ckpt"].settings["replication"] = replication("b2")
+    amazon.add("b2", REGION)
+    amazon.refusing.add("b2")
+    fact = look(amazon, PIN_OF_TWO)["replication"]
+    assert (fact.verdict, fact.permission) == ("UNKNOWN", "s3:ListBucket")
+
+
+def test_the_key_of_a_replica_is_told_too(amazon: Amazon):
+    settings = amazon.buckets["ckpt"].settings
+    amazon.add("b2", REGION)
+    settings["replication"] = replication("b2", key=KEY)
+    fact = look(amazon, PIN_OF_TWO)["replication"]
+    assert set(fact.values) == {f"aws:{REGION}/{ACCOUNT}", f"key aws:{REGION}/{ACCOUNT}"}
+    settings["replication"] = replication("b2", key="alias/mine")
+    assert look(amazon, PIN_OF_TWO)["replication"].verdict == "UNKNOWN"
+
+
+# ------------------------------------------------------------------------ less than all
+
+
+def test_who_reads_asks_where_and_whose_only(amazon: Amazon):
+    seen = observe_place(requests_to(amazon), PIN)
+    verdicts = {fact.name: fact.verdict.value for fact in seen.facts}
+    assert verdicts == dict.fromkeys(("endpoint", "tls", "location", "owner"), "ALLOW")
+    assert [one.method for one in amazon.log] == ["HEAD", "HEAD"]
+    amazon.buckets["ckpt"].owner = OTHER
+    facts = {fact.name: fact for fact in observe_place(requests_to(amazon), PIN).facts}
+    assert facts["owner"].verdict == "DENY"
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ("policy", "DENY"),
+        ("access list", "DENY"),
+        ("listing", "DENY"),
+        ("nothing", "ALLOW"),
+        ("silence", "UNKNOWN"),
+    ],
+)
+def test_signs_of_a_public_bucket_need_no_policy(amazon: Amazon, change: str, verdict: str):
+    bucket = amazon.buckets["ckpt"]
+    if change == "policy":
+        bucket.settings["policyStatus"] = policy_status("true")
+    elif change == "access list":
+        bucket.settings["acl"] = access_list(ALL_USERS)
+    elif change == "listing":
+        bucket.lists_to_anybody = True
+    elif change == "silence":
+        amazon.faults["policyStatus"] = DOWN
+    fact = look_public(requests_to(amazon, pin=None), "run/")
+    assert fact.verdict == verdict
+    assert len(amazon.log) <= 3
+    assert amazon.body_bytes.total() == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "verdict", "values"),
+    [("eu.", "ALLOW", ("r2:eu",)), ("", "UNKNOWN", ("s3compat:auto",))],
+)
+def test_the_host_of_r2_says_where_it_is(amazon: Amazon, host: str, verdict: str, values):
+    endpoint = f"https://{R2_ACCOUNT}.{host}r2.cloudflarestorage.com"
+    amazon.add("r2", "eu" if host else "auto")
+    pin = Pin(endpoint=endpoint, jurisdiction="eu" if host else None)
+    requests = requests_to(amazon, pin, "r2", endpoint_url=endpoint)
+    seen = observe(requests, pin, "run/")
+    facts = {fact.name: fact for fact in seen.facts}
+    assert seen.provider == ("r2" if host else "s3compat")
+    assert (facts["location"].verdict, facts["location"].values) == (verdict, values)
+    assert facts["endpoint"].values == (endpoint,)
+    assert facts["not_public"].verdict == "UNKNOWN"
+    assert facts["replication"].verdict == "UNKNOWN"
+
+
+def test_a_bucket_of_a_jurisdiction_is_nowhere_else(amazon: Amazon):
+    amazon.add("r2", "auto")
+    endpoint = f"https://{R2_ACCOUNT}.eu.r2.cloudflarestorage.com"
+    pin = Pin(endpoint=endpoint, jurisdiction="eu")
+    seen = observe(requests_to(amazon, pin, "r2", endpoint_url=endpoint), pin, "run/")
+    assert {fact.name: fact.verdict for fact in seen.facts}["location"] == "DENY"
 
 
 def test_a_replica_that_cannot_be_located_is_unknown(amazon: Amazon):

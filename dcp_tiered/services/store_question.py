@@ -1,0 +1,55 @@
+"""The one question that a save asks the durable tier: is the id taken? It may stay unanswered."""
+
+import logging
+import threading
+
+from dcp_tiered.format.records import Commit
+from dcp_tiered.interfaces import DurableTier
+from dcp_tiered.services.catalog import Catalog, newest
+
+_log = logging.getLogger(__name__)
+
+
+def ask(
+    tier: DurableTier, checkpoint_id: str, timeout_s: float, known_sequence: int
+) -> tuple[Commit | None, int]:
+    """Return the id's commit and, on the first save, the greatest sequence of the run.
+
+    A save does not depend on it: what is missed here comes up as a conflict when the flusher
+    commits.
+
+    Args:
+        tier: Closed when the answer is there, which may be later than this returns.
+        checkpoint_id: The id.
+        timeout_s: How long to wait for an answer.
+        known_sequence: The greatest that is known; 0 before the first save.
+    """
+    answer: list[tuple[Commit | None, int]] = []
+    failure: list[Exception] = []
+
+    def work() -> None:
+        catalog = Catalog(None, tier)
+        try:
+            state = catalog.state(checkpoint_id)
+            commit = state if isinstance(state, Commit) else None
+            answer.append((commit, 0))
+            # A run of many checkpoints may take longer than we have: that hides no conflict.
+            last = newest(catalog.states()) if known_sequence == 0 else None
+            answer.append((commit, last.sequence if last else 0))
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the save goes on
+            failure.append(exc)
+        finally:
+            tier.close()
+
+    thread = threading.Thread(target=work, name="dcp-tiered-ask", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if answer:
+        return answer[-1]
+    reason = failure[0] if failure else f"no answer within {timeout_s:g} s"
+    _log.warning(
+        "saving %s without knowing whether it is on the durable tier already: %s",
+        checkpoint_id,
+        reason,
+    )
+    return None, 0
