@@ -91,7 +91,7 @@ def here(tmp_path: Path) -> Node:
 
 def test_a_pack_is_compressed_and_holds_the_shard_file(here: Node) -> None:
     before = here.files()
-    pack = here.uploads("zstd").upload("a", here.plan)
+    pack = here.uploads("zstd").upload("a", here.plan, lambda: None)
     data = here.stored(pack)
     assert len(data) == pack.length < here.plan.length * 0.8
     assert own_decoder.unpacked(data) == here.shard().read_bytes()
@@ -100,29 +100,29 @@ def test_a_pack_is_compressed_and_holds_the_shard_file(here: Node) -> None:
 
 
 def test_off_means_off(here: Node) -> None:
-    pack = here.uploads("off").upload("a", here.plan)
+    pack = here.uploads("off").upload("a", here.plan, lambda: None)
     assert pack == here.plan
     assert here.stored(pack).startswith(here.shard().read_bytes())
 
 
 @pytest.mark.parametrize(("first", "then"), [("zstd", "zstd"), ("off", "zstd"), ("off", "auto")])
 def test_what_a_flusher_before_uploaded_counts(first: str, then: str, here: Node) -> None:
-    pack = here.uploads(first).upload("a", here.plan)
-    assert here.uploads(then).upload("a", here.plan) == pack
+    pack = here.uploads(first).upload("a", here.plan, lambda: None)
+    assert here.uploads(then).upload("a", here.plan, lambda: None) == pack
     assert len(here.durable.uploads) == 1
 
 
 def test_a_compressed_pack_counts_for_auto_too(here: Node) -> None:
     """Which would not have compressed it: it has not measured the link yet."""
-    pack = here.uploads("zstd").upload("a", here.plan)
-    assert here.uploads("auto").upload("a", here.plan) == pack
+    pack = here.uploads("zstd").upload("a", here.plan, lambda: None)
+    assert here.uploads("auto").upload("a", here.plan, lambda: None) == pack
     assert here.durable.uploads == [f"a/{compressed_name(here.plan)}"]
 
 
 def test_what_does_not_shrink_is_uploaded_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     here = node(tmp_path, tmp_path / "nvme", WHOLE)
-    assert here.uploads("zstd").upload("a", here.plan) == here.plan
+    assert here.uploads("zstd").upload("a", here.plan, lambda: None) == here.plan
     assert here.durable.uploads == [f"a/{here.plan.name}"]
 
 
@@ -131,7 +131,7 @@ def test_a_shard_file_that_rots_is_named_and_not_uploaded(at: int, here: Node) -
     path = here.shard()
     flip_bit(path, at if at > 0 else path.stat().st_size + at)
     with pytest.raises(CorruptError) as caught:
-        here.uploads("zstd").upload("a", here.plan)
+        here.uploads("zstd").upload("a", here.plan, lambda: None)
     assert str(path) in (caught.value.key or "")
     assert not list((here.base / "lustre").rglob("*.pack"))
 
@@ -139,7 +139,7 @@ def test_a_shard_file_that_rots_is_named_and_not_uploaded(at: int, here: Node) -
 def test_a_flusher_that_is_asked_to_end_does_not_compress_on(here: Node) -> None:
     before, asked = here.files(), iter([False, False, True])
     with pytest.raises(UnavailableError, match="asked to end"):
-        here.uploads("zstd", lambda: next(asked)).upload("a", here.plan)
+        here.uploads("zstd", lambda: next(asked)).upload("a", here.plan, lambda: None)
     assert here.durable.uploads == []
     assert here.files() == before
 
@@ -151,9 +151,9 @@ def test_auto_compresses_on_a_slow_link_only(here: Node, monkeypatch: pytest.Mon
         monkeypatch.setattr(compression, "_CODEC_BYTES_PER_S", hoped)
         (here.local.root / "flusher-measured.json").unlink(missing_ok=True)
         uploads = here.uploads("auto")
-        assert uploads.upload("a", here.plan) == here.plan, "the first one measures"
+        assert uploads.upload("a", here.plan, lambda: None) == here.plan, "the first one measures"
         (here.base / "lustre" / "run" / "a" / here.plan.name).unlink()
-        pack = uploads.upload("a", here.plan)
+        pack = uploads.upload("a", here.plan, lambda: None)
         assert pack.name == expected
         (here.base / "lustre" / "run" / "a" / pack.name).unlink()
 
@@ -165,13 +165,13 @@ def test_what_was_measured_is_there_for_the_next_flusher(
     """Which may be a new one for every checkpoint; what is damaged counts as not measured."""
     monkeypatch.setattr(compression, "LINK_BYTES_MIN", 1)
     monkeypatch.setattr(compression, "_CODEC_BYTES_PER_S", 1e15)
-    here.uploads("auto").upload("a", here.plan)
+    here.uploads("auto").upload("a", here.plan, lambda: None)
     (here.base / "lustre" / "run" / "a" / here.plan.name).unlink()
     path = here.local.root / "flusher-measured.json"
     assert json.loads(path.read_bytes())["link_bytes_per_s"] > 0
     if note is not None:
         path.write_bytes(note)
-    compressed = here.uploads("auto").upload("a", here.plan).raw_length is not None
+    compressed = here.uploads("auto").upload("a", here.plan, lambda: None).raw_length is not None
     assert compressed == (note is None)
     assert json.loads(path.read_bytes())["packs_since"] == (0 if compressed else 1)
 
@@ -183,7 +183,7 @@ def test_without_room_a_pack_goes_as_it_is(
     with small_disk(tmp_path, 16) as disk:
         here = node(tmp_path, disk.path)
         (disk.path / "others").write_bytes(bytes(6 << 20))
-        assert here.uploads("zstd").upload("a", here.plan) == here.plan
+        assert here.uploads("zstd").upload("a", here.plan, lambda: None) == here.plan
         assert "not compressing" in caplog.text
         (here.base / "lustre" / "run" / "a" / here.plan.name).unlink()
         caplog.clear()
@@ -194,6 +194,6 @@ def test_without_room_a_pack_goes_as_it_is(
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compressing, "free_and_reserve", full_at_once)
-            assert here.uploads("zstd").upload("a", here.plan) == here.plan
+            assert here.uploads("zstd").upload("a", here.plan, lambda: None) == here.plan
         assert "No space left" in caplog.text
         assert own_decoder.unpacked(here.stored(here.plan)) == here.shard().read_bytes()
