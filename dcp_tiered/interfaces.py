@@ -33,6 +33,14 @@ class Source(Protocol):
         """Return exactly `length` bytes from `start`, or raise."""
         ...
 
+    def copy_into(self, fd: int, length: int, start: int) -> int:
+        """Copy a range into a file of the same file system, at the same place, without reading it.
+
+        Returns:
+            How many bytes from `start` on were copied; 0 where that cannot be done.
+        """
+        ...
+
     def checksum(self, length: int, start: int) -> int:
         """Return the CRC32C of a range; what is known of it already is not read again."""
         ...

@@ -23,7 +23,7 @@ from dcp_tiered.format.pack import Pack, PackedShard, compressed_name, compresse
 from dcp_tiered.format.shardfile import Index
 from dcp_tiered.interfaces import LocalTier, StagedFile
 from dcp_tiered.services.local_space import free_and_reserve
-from dcp_tiered.services.pack_source import PackSource
+from dcp_tiered.services.pack_source import PackSource, copy_within
 from dcp_tiered.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -57,6 +57,10 @@ class Spool:
             parts.append(data)
             start, length = start + len(data), length - len(data)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def copy_into(self, fd: int, length: int, start: int) -> int:
+        """Copy a range within a file system; see `Source.copy_into`."""
+        return copy_within(self._fd, start, fd, start, length)
 
     def checksum(self, length: int, start: int) -> int:
         """Return the CRC32C of a range."""

@@ -134,6 +134,13 @@ class _Body:
         self.count += length
         return self._source.pread(length, start)
 
+    def copy_into(self, fd: int, length: int, start: int) -> int:
+        """Copy a range within a file system, when its bytes may leave; see `Source.copy_into`."""
+        count = self._source.copy_into(fd, length, start)
+        self._let_pass(count)
+        self.count += count
+        return count
+
     def checksum(self, length: int, start: int) -> int:
         """Return the CRC32C of a range."""
         return self._source.checksum(length, start)

@@ -76,6 +76,15 @@ class PackSource:
             length -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def copy_into(self, fd: int, length: int, start: int) -> int:
+        """Copy a range within a file system; see `Source.copy_into`."""
+        number = bisect_right(self._starts, start) - 1
+        shard = self._shards[number]
+        at = start - shard.start
+        if at >= shard.length:
+            return 0  # the gap behind it, or the tail
+        return copy_within(self._fds[number], at, fd, start, min(length, shard.length - at))
+
     def _piece(self, length: int, start: int) -> bytes:
         """Return bytes up to the next border between shard file, gap and tail."""
         tail_start = self.length - len(self._tail)
@@ -173,6 +182,21 @@ class PackSource:
     def _close(self) -> None:
         while self._fds:
             os.close(self._fds.pop())
+
+
+def copy_within(source: int, at: int, target: int, start: int, length: int) -> int:
+    """Copy between two files in the kernel, which a file system may do without moving a byte.
+
+    Returns:
+        Bytes copied; 0 where they are not on one file system, or that does not do it. What is wrong
+        with either file comes up when it is read or written.
+    """
+    try:
+        if os.fstat(source).st_dev != os.fstat(target).st_dev:
+            return 0
+        return os.copy_file_range(source, target, length, at, start)
+    except OSError:
+        return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,11 @@ class Checked:
         self._check()
         return self._source.pread(length, start)
 
+    def copy_into(self, fd: int, length: int, start: int) -> int:
+        """Copy a range within a file system; see `Source.copy_into`."""
+        self._check()
+        return self._source.copy_into(fd, length, start)
+
 
 def _ok(pack: Pack) -> dict[str, int]:
     return {"length": pack.length, "crc32c": pack.crc32c}

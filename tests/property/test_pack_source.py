@@ -1,6 +1,8 @@
 """The bytes of a pack and their checksums, whichever part of it is asked for."""
 
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +13,11 @@ from awscrt.checksums import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tiered import TieredWriter
+from dcp_tiered import CorruptError, TieredWriter
 from dcp_tiered.format.pack import Pack, plan_pack
 from dcp_tiered.services.pack_source import PackSource
 from tests.support.runs import flip_bit
+from tests.support.tiers import mounted_tier
 
 BLOCK = 256 << 10
 NAMES = ("0-00112233445566aa.shard", "1-00112233445566bb.shard")
@@ -107,3 +110,41 @@ def test_a_damaged_block_does_not_change_what_was_known(case: Case, tmp_path: Pa
     with PackSource(copy, case.pack) as source:
         assert source.checksum(case.pack.length, 0) == case.pack.crc32c
         assert crc32c(source.pread(case.pack.length, 0)) != case.pack.crc32c
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["one file system", "two"])
+def test_a_pack_is_copied_where_a_file_system_can(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, elsewhere: bool
+) -> None:
+    root = Path(tempfile.mkdtemp(dir="/dev/shm")) if elsewhere else tmp_path
+    copied, real = [0], os.copy_file_range
+
+    def counting(*args: int) -> int:
+        count = real(*args)
+        copied[0] += count
+        return count
+
+    monkeypatch.setattr(os, "copy_file_range", counting)
+    try:
+        tier = mounted_tier(root / "run", root)
+        with PackSource(case.directory, case.pack) as source:
+            tier.upload("a/packs/x.pack", source)
+        assert (root / "run/a/packs/x.pack").read_bytes() == case.bytes
+    finally:
+        if elsewhere:
+            shutil.rmtree(root)
+    shards = sum(shard.length for shard in case.pack.shards)
+    assert copied[0] == (0 if elsewhere else shards)
+
+
+def test_a_copy_of_a_damaged_shard_file_is_not_created(case: Case, tmp_path: Path) -> None:
+    for name in NAMES:
+        shutil.copy(case.directory / name, tmp_path / name)
+    flip_bit(tmp_path / NAMES[1], 5000)
+    tier = mounted_tier(tmp_path / "run", tmp_path)
+    with (
+        PackSource(tmp_path, case.pack) as source,
+        pytest.raises(CorruptError, match="do not have the checksum"),
+    ):
+        tier.upload("a/packs/x.pack", source)
+    assert not list((tmp_path / "run").rglob("*.pack"))
