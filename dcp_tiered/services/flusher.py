@@ -305,6 +305,7 @@ class Flusher:
         else:
             state.settled, state.error = True, None
             self._commits += 1
+            self._end_pauses()
             self._reports.drop(checkpoint_id)
             _log.info(
                 "durable: %s, step %s, %d bytes in %d packs",
@@ -373,6 +374,12 @@ class Flusher:
         self._pause(state, min(_FIXABLE_PAUSE_S_MAX, longest_s) if fixable else longest_s)
         self._report(checkpoint_id, state, what)
         _log.warning("try %d of %s: %s", state.tries, checkpoint_id, error)
+
+    def _end_pauses(self) -> None:
+        """Try at once what waits for a store that was down: it has just answered."""
+        for state in self._open.values():
+            if isinstance(state.error, UnavailableError):
+                state.not_before = 0.0
 
     def _pause(self, state: _Open, longest_s: float) -> None:
         state.not_before = time.monotonic() + min(longest_s, 0.25 * 2 ** min(state.tries, 16))

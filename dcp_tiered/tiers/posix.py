@@ -18,6 +18,7 @@ from dcp_tiered.errors import (
     AbsentError,
     AlreadyExistsError,
     CorruptError,
+    InvalidError,
     from_os_error,
 )
 from dcp_tiered.interfaces import ObjectInfo
@@ -27,6 +28,7 @@ _COPY_BYTES = 8 << 20
 _DIRECT_BYTES_MIN = 1 << 20
 _TEMPORARY = ".tmp-"
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 _FLAGS = os.O_RDWR | os.O_CLOEXEC
 _FILE_MODE = 0o600
 _DIRECTORY_MODE = 0o700
@@ -202,6 +204,14 @@ class StagedPath:
         except FileExistsError as exc:
             raise AlreadyExistsError("object is there already", self._tier, str(self.path)) from exc
         except OSError as exc:
+            if exc.errno in _NO_LINKS and os.access(self.path.parent, os.W_OK):
+                raise InvalidError(
+                    f"file system has no hard links, which make creation exclusive: {exc.strerror}",
+                    self._tier,
+                    str(self.path),
+                    "Where it is an object store behind FUSE, give the store's own URL, such as"
+                    " s3://bucket/run; else use another mount.",
+                ) from exc
             # Space may run out this late: file systems allocate behind the back of a write.
             asked = os.fstat(self.fd).st_size
             raise from_os_error(

@@ -179,6 +179,7 @@ def io_priority(pid: int) -> int:
 
 
 def test_every_thread_of_a_flusher_steps_back(s3_run: Run) -> None:
+    """O089: hashing and uploading cost a trainer nothing of its own interpreter."""
     # A slow upload in parts, so that there are threads to look at.
     limits = {"bytes_per_second_max": MIB, "part_bytes": 16 * MIB}
     save_big(runs.with_limits(s3_run.arguments(), **limits), "a", 64)
