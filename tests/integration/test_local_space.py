@@ -213,7 +213,7 @@ def evict_until_killed(run: Run, after: int) -> None:
 
 @pytest.mark.parametrize("after", range(4))
 def test_an_eviction_may_be_killed_anywhere(after: int, posix_run: Run) -> None:
-    """I11, O047: whatever is left loads right, passes for nothing it is not, and goes the next time."""
+    """I11, O047: what is left loads right, passes for nothing it is not, and goes the next time."""
     arguments = posix_run.arguments()
     for number, name in enumerate("abc"):
         runs.save(arguments, name, number)
