@@ -302,7 +302,7 @@ class S3Tier:
 
         def begin() -> dict[str, str]:
             # On every try: one whose reply is lost leaves an upload that nobody knows the id of.
-            self.drop_uploads(key)
+            self._drop_uploads(key, whole=True)
             return {}
 
         made = self._summed("create_multipart_upload", key, _ALGORITHM, fresh=begin, until=until)
@@ -385,7 +385,11 @@ class S3Tier:
         return entries
 
     def drop_uploads(self, prefix: str) -> None:
-        """Abort uploads that a killed predecessor or a lost reply left open, one page of them."""
+        """Abort uploads that a killed predecessor left open, one page of them."""
+        self._drop_uploads(prefix, whole=False)
+
+    def _drop_uploads(self, prefix: str, *, whole: bool) -> None:
+        """Abort open uploads of a key, or with `whole` unset of all keys that begin so."""
         full, cut = self._key(prefix), len(self._prefix) + 1
         try:
             reply = self._call("list_multipart_uploads", None, retry_s=_TIDY_S, Prefix=full)
@@ -393,7 +397,7 @@ class S3Tier:
             _log.info("cannot list open uploads, leaving them to the bucket's lifecycle: %s", exc)
             return
         for upload in reply.get("Uploads") or ():
-            if upload["Key"].startswith(full):
+            if upload["Key"] == full or (upload["Key"].startswith(full) and not whole):
                 self._abort(upload["Key"][cut:], upload["UploadId"])
 
     def _abort(self, key: str, upload: str) -> None:

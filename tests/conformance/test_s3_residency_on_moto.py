@@ -27,7 +27,7 @@ from dcp_tiered.tiers.s3_residency import observe
 from tests.support.amazon import ACCOUNT, Amazon
 
 REGION = "eu-central-1"
-PIN = Pin(regions=(REGION,), owner=ACCOUNT)
+PIN = Pin(regions=(REGION,), replica_accounts=(ACCOUNT,), owner=ACCOUNT)
 KEY = f"arn:aws:kms:{REGION}:{ACCOUNT}:key/1234"
 BLOCKS = ("BlockPublicAcls", "IgnorePublicAcls", "BlockPublicPolicy", "RestrictPublicBuckets")
 
@@ -196,7 +196,7 @@ def replicate(owner: Owner, source: str, target: str) -> None:
 def test_replication_is_followed_to_where_it_ends(owner, amazon, bucket, look, region, allowed):
     replicate(owner, bucket, owner.make(region))
     fact = look()["replication"]
-    assert fact.values == (f"aws:{region}",)
+    assert fact.values == (f"aws:{region}/{ACCOUNT}",)
     policy = parse({"allow": [f"aws:{REGION}"], "owner": ACCOUNT})
     seen = Observed(target=f"s3://{bucket}", provider="aws", facts=(fact,))
     (judged, *_) = decide(policy, seen, (), datetime.now(UTC)).judged

@@ -51,7 +51,7 @@ OBJECT = {
     ("DELETE", "uploadId"): "s3:AbortMultipartUpload",
 }
 PART = {"FSSPEC_TIERED_LIMITS": json.dumps({"part_bytes": 5 << 20})}
-BIG = {"w": torch.arange(1_500_000, dtype=torch.int64)}
+BIG = {"w": torch.arange(5_000_000, dtype=torch.int64)}
 """Three parts."""
 
 
@@ -127,6 +127,8 @@ def test_flusher_uploads(s3_run: Run, proxy: FaultProxy, credentials):
     for operation in ("CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"):
         assert proxy.seen(operation), operation
     looks = set(SETTINGS.values()) | {"s3:GetAccountPublicAccessBlock"}
+    # Without a policy it asks only whether the bucket is public, and goes on where it may not.
+    looks -= {"s3:GetBucketPolicyStatus", "s3:GetBucketAcl"}
     assert used(proxy) == ROLES["flusher"].actions() - looks
 
 
@@ -135,7 +137,7 @@ def test_reader(s3_run: Run, proxy: FaultProxy, credentials, capsys):
         save(s3_run.arguments(), "step-1")
     assert main(["flush", str(s3_run.local), "--timeout", "60"]) == 0
     reading = {**s3_run.durable_only(), "s3": runs.behind(s3_run, proxy.endpoint)["s3"]}
-    target = {"w": torch.zeros(1_500_000, dtype=torch.int64)}
+    target = {"w": torch.zeros(5_000_000, dtype=torch.int64)}
     reader = TieredReader(**reading)
     dcp.load(target, storage_reader=reader)
     reader.close()
@@ -200,8 +202,7 @@ def test_flusher_looks(amazon: Amazon, policy: Path, local: Path):
     amazon.log.clear()
     assert main(["flush", str(local), "--timeout", "60"]) == 0
     # Uploads in parts are seen behind the other server.
-    in_parts = {"s3:AbortMultipartUpload", "s3:ListBucketMultipartUploads"}
-    assert used_on(amazon) == ROLES["flusher"].actions() - in_parts
+    assert used_on(amazon) == ROLES["flusher"].actions() - {"s3:AbortMultipartUpload"}
 
 
 def listed(document: dict[str, Any]) -> set[str]:
