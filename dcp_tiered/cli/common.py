@@ -10,10 +10,13 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from dcp_tiered import config, errors, stack
+from dcp_tiered.config import Limits
 from dcp_tiered.errors import AbsentError, InvalidError, TieredError
 from dcp_tiered.services import run_directory
 from dcp_tiered.tiers.posix import PosixTier
 
+_PATIENCE = Limits(request_timeout_s=10.0, request_retry_s=10.0)
+"""Who looks at a run waits at a terminal: a store that is down is told soon."""
 _EXIT_CODES: tuple[tuple[type[TieredError], int], ...] = (
     (errors.InvalidError, 3),
     (errors.UnavailableError, 4),
@@ -79,7 +82,7 @@ def parse_options(pairs: list[str]) -> dict[str, dict[str, Any]]:
 def build(url: str, local: str | None, pairs: list[str]) -> stack.Stack:
     """Build the tiers of a run as the user named it; what its node noted fills in options."""
     given = parse_options(pairs)
-    settings = config.settings(url, local, given)
+    settings = config.settings(url, local, given, _PATIENCE)
     built = stack.build(settings)
     if built.local is None or settings.url.protocol is None:
         return built
@@ -89,7 +92,7 @@ def build(url: str, local: str | None, pairs: list[str]) -> stack.Stack:
         return built
     protocol = settings.url.protocol
     merged = {**given, protocol: noted | given.get(protocol, {})}
-    return stack.build(config.settings(url, local, merged))
+    return stack.build(config.settings(url, local, merged, _PATIENCE))
 
 
 def run_directories(path: str) -> list[PosixTier]:

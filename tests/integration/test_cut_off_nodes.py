@@ -23,7 +23,7 @@ from tests.support.storage_check import Eyes
 
 pytestmark = pytest.mark.skipif(not netns.may_make(), reason="making namespaces needs root")
 NODES = 3
-SAVES = 8
+SAVES = 5
 PORT = 29411
 LIMITS = replace(
     QUICK,
@@ -50,7 +50,7 @@ def train(rank: int, namespace: Path, master: str, arguments: dict[str, Any]) ->
             for step in range(1, SAVES + 1):
                 state = state_of(rank, step)
                 dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=writer)
-                time.sleep(0.5)
+                time.sleep(0.3)
             for step in range(1, SAVES + 1):
                 writer.wait("durable", f"step-{step}", timeout_s=60)
             states = [line.state for line in writer.status()]
