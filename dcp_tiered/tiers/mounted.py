@@ -20,7 +20,7 @@ from dcp_tiered.format.shardfile import PAGE_BYTES, item_crc
 from dcp_tiered.interfaces import Engine, ObjectInfo, Source, StagedFile
 from dcp_tiered.syscalls import file_system_type
 from dcp_tiered.tiers.posix import PosixTier
-from dcp_tiered.tiers.stored_crc import stored_crc32c
+from dcp_tiered.tiers.stored_crc import need_ours
 
 _log = logging.getLogger(__name__)
 _COPY_BYTES = 8 << 20
@@ -60,10 +60,8 @@ class MountedTier(PosixTier):
 
     def upload(self, key: str, source: Source) -> ObjectInfo:
         """Create a large object durably; see `DurableTier.upload`."""
-        there = ObjectInfo(key=key, length=source.length)
         with contextlib.suppress(AbsentError):
-            self._check_same(key, source)
-            return there
+            return need_ours(self, self.head(key), source, key)
         with self.create(key) as staged:
             crc = self._copy(staged, source)
             if (self._write(staged, source) if crc is None else crc) != source.crc32c:
@@ -76,8 +74,8 @@ class MountedTier(PosixTier):
             try:
                 staged.seal()
             except AlreadyExistsError:
-                self._check_same(key, source)
-        return there
+                need_ours(self, self.head(key), source, key)
+        return ObjectInfo(key=key, length=source.length)
 
     def drop_uploads(self, prefix: str) -> None:
         """Do nothing: what was not sealed has no name, and goes away with who wrote it."""
@@ -118,13 +116,6 @@ class MountedTier(PosixTier):
                 crc = combine_crc32c(crc, item_crc(crcs, len(data)), len(data))
             image.finish(source.length)
         return crc
-
-    def _check_same(self, key: str, source: Source) -> None:
-        """Pass when the object that is there has the source's bytes."""
-        length = self.head(key).length
-        crc = stored_crc32c(self, key, length) if length == source.length else 0
-        if (length, crc) != (source.length, source.crc32c):
-            raise CorruptError("object is there with other bytes than ours", self.name, key)
 
     def _make_parent(self, path: Path) -> None:
         is_new = not path.parent.is_dir()

@@ -26,7 +26,7 @@ from dcp_tiered.tiers.object_client import Body, Client, Place
 from dcp_tiered.tiers.s3_body import Window, damaged
 from dcp_tiered.tiers.s3_errors import too_short
 from dcp_tiered.tiers.store_requests import StoreRequests
-from dcp_tiered.tiers.stored_crc import stored_crc32c
+from dcp_tiered.tiers.stored_crc import may_be, need_ours
 
 _log = logging.getLogger(__name__)
 _PARTS_MAX = 10_000
@@ -103,7 +103,7 @@ class ObjectStoreTier:
             if (found := self._find(key, time.monotonic() + _TIDY_S)) is None:
                 raise
             return self._ours(found, source)
-        if not _same(info, source):
+        if not may_be(info, source):
             raise UnavailableError(
                 "store accepted an object and has something else",
                 self.name,
@@ -259,19 +259,8 @@ class ObjectStoreTier:
             return None
 
     def _ours(self, found: ObjectInfo, source: Source) -> ObjectInfo:
-        """Return what is there if it is the source; it is read where the store keeps no checksum.
-
-        Raises:
-            CorruptError: It is not.
-        """
-        is_same = _same(found, source)
-        if is_same and found.crc32c is None:
-            is_same = stored_crc32c(self, found.key, found.length) == source.crc32c
-        if not is_same:
-            raise CorruptError(
-                "object is there with other bytes than ours", self.name, self._where(found.key)
-            )
-        return found
+        """Return what is there if it is the source; see `need_ours`."""
+        return need_ours(self, found, source, self._where(found.key))
 
     def _part(self, source: Source) -> int:
         """Return the size of the parts: what is wanted, so large that there are not too many."""
@@ -306,8 +295,3 @@ def _send_part(
 ) -> int:
     # On every try a window of its own: no retry sends an exhausted body.
     return client.send(upload, start, Body(Window(key, source, start, length, crc)))
-
-
-def _same(found: ObjectInfo, source: Source) -> bool:
-    """Tell whether what is there is the source, as far as the store can say."""
-    return found.length == source.length and found.crc32c in (None, source.crc32c)

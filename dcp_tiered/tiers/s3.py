@@ -31,7 +31,7 @@ from dcp_tiered.tiers.s3_errors import ChecksumRefusedError, too_short, transpor
 from dcp_tiered.tiers.s3_pins import Pin
 from dcp_tiered.tiers.s3_requests import S3Requests, crc_header, crc_value
 from dcp_tiered.tiers.s3_residency import look_public, observe, observe_place
-from dcp_tiered.tiers.stored_crc import stored_crc32c
+from dcp_tiered.tiers.stored_crc import may_be, need_ours
 
 _log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class S3Tier:
                 info = self._put_whole(key, source, until, {} if replace else {"IfNoneMatch": "*"})
             # Stores have answered 200 for objects that were short by whole parts, or not there.
             info = info or self._find(key)
-            if info is not None and _same(info, source):
+            if info is not None and may_be(info, source):
                 return info
         raise UnavailableError(
             "store accepted an object and has something else",
@@ -265,15 +265,8 @@ class S3Tier:
             return None
 
     def _ours(self, found: ObjectInfo, source: Source) -> ObjectInfo:
-        """Return what is there if it is the source; it is read where the store keeps no sum."""
-        is_same = _same(found, source)
-        if is_same and found.crc32c is None:
-            is_same = stored_crc32c(self, found.key, found.length) == source.crc32c
-        if not is_same:
-            raise CorruptError(
-                "object is there with other bytes than ours", self.name, self._where(found.key)
-            )
-        return found
+        """Return what is there if it is the source; see `need_ours`."""
+        return need_ours(self, found, source, self._where(found.key))
 
     def _put_whole(
         self, key: str, source: Source, until: float, condition: dict[str, str]
@@ -335,7 +328,7 @@ class S3Tier:
         except TieredError:
             # A Complete whose reply was lost comes back as NoSuchUpload: what is there decides.
             found = self._find(key)
-            if found is None or not _same(found, source):
+            if found is None or not may_be(found, source):
                 raise
             return found
         return _said(key, source, reply)
@@ -464,11 +457,6 @@ def part_size(length: int, wanted: int) -> int:
             "Save on more ranks, so that each writes a smaller shard file.",
         )
     return min(size, _PART_BYTES_MAX)
-
-
-def _same(found: ObjectInfo, source: Source) -> bool:
-    """Tell whether what is there is the source, as far as the store can say."""
-    return found.length == source.length and found.crc32c in (None, source.crc32c)
 
 
 def _said(key: str, source: Source, reply: Mapping[str, Any]) -> ObjectInfo | None:

@@ -1,10 +1,7 @@
 """A run under a residency policy, with a flusher process of its own and Amazon played over TLS."""
 
 import json
-import uuid
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_tiered import InvalidError, ResidencyError, TieredWriter
 from dcp_tiered.cli import main
-from tests.conftest import QUICK, Run, end_flushers
+from tests.conftest import Run, end_flushers
 from tests.support import runs
 from tests.support.amazon import (
     ACCOUNT,
@@ -29,42 +26,6 @@ pytestmark = pytest.mark.slow
 REGION = "eu-central-1"
 POLICY = {"allow": [f"aws:{REGION}"], "owner": ACCOUNT, "ttl_s": 1}
 HERE = f"ckpt.s3.{REGION}.amazonaws.com"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Amazon]:
-    with Amazon(tmp_path_factory.mktemp("amazon")) as amazon:
-        yield amazon
-
-
-@pytest.fixture
-def amazon(server: Amazon) -> Iterator[Amazon]:
-    server.buckets.clear()
-    server.faults.clear()
-    server.log.clear()
-    server.body_bytes.clear()
-    server.on_put = None
-    server.add("ckpt", REGION)
-    server.add("abroad", "us-east-2")
-    yield server
-    server.on_put = None
-
-
-@pytest.fixture
-def bucket(amazon: Amazon) -> Bucket:
-    return amazon.buckets["ckpt"]
-
-
-@pytest.fixture
-def arguments(amazon: Amazon, local: Path) -> Iterator[dict[str, Any]]:
-    yield {
-        "url": f"tiered::s3://ckpt/run-{uuid.uuid4().hex[:8]}",
-        "local": str(local),
-        "limits": QUICK,
-        "s3": amazon.options(REGION),
-        "residency": POLICY,
-    }
-    end_flushers(local)
 
 
 def save_and_wait(arguments: dict[str, Any], checkpoint_id="step-1", timeout_s=40.0) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,50 +15,15 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from dcp_tiered import ResidencyError, TieredWriter, cause
 from dcp_tiered.cli import main
-from tests.conftest import QUICK, Run, end_flushers, flusher_pids
+from tests.conftest import QUICK, Run, flusher_pids
 from tests.support import runs
-from tests.support.amazon import ACCOUNT, Amazon, Bucket, policy_status, replication
+from tests.support.amazon import ACCOUNT, policy_status, replication
 from tests.support.ranks import share_ranks
 from tests.support.workers import await_that
 
 pytestmark = pytest.mark.slow
 REGION = "eu-central-1"
 POLICY = {"allow": [f"aws:{REGION}"], "owner": ACCOUNT, "ttl_s": 1}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Amazon]:
-    with Amazon(tmp_path_factory.mktemp("amazon")) as amazon:
-        yield amazon
-
-
-@pytest.fixture
-def amazon(server: Amazon) -> Iterator[Amazon]:
-    server.buckets.clear()
-    server.log.clear()
-    server.body_bytes.clear()
-    server.on_put = None
-    server.add("ckpt", REGION)
-    server.add("abroad", "us-east-2")
-    yield server
-    server.on_put = None
-
-
-@pytest.fixture
-def bucket(amazon: Amazon) -> Bucket:
-    return amazon.buckets["ckpt"]
-
-
-@pytest.fixture
-def arguments(amazon: Amazon, local: Path) -> Iterator[dict[str, Any]]:
-    yield {
-        "url": f"tiered::s3://ckpt/run-{uuid.uuid4().hex[:8]}",
-        "local": str(local),
-        "limits": QUICK,
-        "s3": amazon.options(REGION),
-        "residency": POLICY,
-    }
-    end_flushers(local)
 
 
 def incidents(local: Path) -> list[dict[str, Any]]:
