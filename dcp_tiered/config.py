@@ -125,6 +125,8 @@ class Limits:
     """How many checkpoints of a run may wait for the flusher of a node."""
     local_bytes_max: int | None = None
     """Bytes that a run may take on the local tier of a node; None: what the file system has."""
+    local_share_max: float | None = None
+    """The same as a share of that file system, above 0 up to 1; the smaller of both counts."""
     local_reserve_bytes: int = 1 << 30
     """Bytes of that file system to keep free; never more than a twentieth of it."""
     backpressure_wait_s: float = 300.0
@@ -466,6 +468,9 @@ def _checked(limits: Limits) -> Limits:
             continue
         if not isinstance(given, int | float) or not given >= value:
             raise InvalidError(f"limit {name} is {given!r} where at least {value} is needed")
+    share: Any = limits.local_share_max  # whatever a file or the environment said
+    if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
+        raise InvalidError(f"limit local_share_max is {share!r}, which is no share above 0 up to 1")
     return limits
 
 

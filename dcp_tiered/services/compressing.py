@@ -22,7 +22,7 @@ from dcp_tiered.format.frames import AS_IT_IS, FRAME_BYTES, Builder, encode_fram
 from dcp_tiered.format.pack import Pack, PackedShard, compressed_name, compressed_pack
 from dcp_tiered.format.shardfile import Index
 from dcp_tiered.interfaces import LocalTier, StagedFile
-from dcp_tiered.services.local_space import free_and_reserve
+from dcp_tiered.services.local_space import disk_of
 from dcp_tiered.services.pack_source import PackSource, copy_within
 from dcp_tiered.version import __version__
 
@@ -125,10 +125,10 @@ def _can_shrink(plan: Pack, indexes: list[Index]) -> bool:
 
 def _has_room(local: LocalTier, plan: Pack, limits: Limits) -> bool:
     """Tell whether a pack that does not shrink leaves the next save its reserve."""
-    free, reserve = free_and_reserve(local, limits)
-    if free - plan.length >= reserve:
+    disk = disk_of(local, limits)
+    if disk.free - plan.length >= disk.reserve:
         return True
-    _log.warning("not compressing %s: %d bytes are free on this node", plan.name, free)
+    _log.warning("not compressing %s: %d bytes are free on this node", plan.name, disk.free)
     return False
 
 

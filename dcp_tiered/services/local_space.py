@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from dcp_tiered import metrics
 from dcp_tiered.config import Limits
@@ -233,13 +234,17 @@ class LocalSpace:
             )
 
     def _room(self) -> Room:
-        free, reserve = free_and_reserve(self._local, self._limits)
+        disk, share = disk_of(self._local, self._limits), self._limits.local_share_max
+        bounds = [
+            self._limits.local_bytes_max,
+            None if share is None else int(share * disk.size),
+        ]
         return Room(
             pending_max=self._limits.pending_checkpoints_max,
-            bytes_max=self._limits.local_bytes_max,
+            bytes_max=min((bound for bound in bounds if bound is not None), default=None),
             bytes_held=self.held_bytes,
-            bytes_free=free,
-            bytes_reserve=reserve,
+            bytes_free=disk.free,
+            bytes_reserve=disk.reserve,
         )
 
     def _held(self, but: str | None = None) -> list[Held]:
@@ -330,8 +335,18 @@ class LocalSpace:
         )
 
 
-def free_and_reserve(local: LocalTier, limits: Limits) -> tuple[int, int]:
-    """Return the bytes that are free on the local tier's file system, and those to keep so.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """Bytes of the file system that a local tier is on."""
+
+    size: int
+    free: int
+    reserve: int
+    """Of those that are free, how many are to stay so."""
+
+
+def disk_of(local: LocalTier, limits: Limits) -> Disk:
+    """Return what the very mount has that a local tier is on.
 
     Raises:
         InvalidError: It is not there.
@@ -343,7 +358,11 @@ def free_and_reserve(local: LocalTier, limits: Limits) -> tuple[int, int]:
         path = str(local.root)
         raise from_os_error(exc, "local", path, "count the bytes that are free") from exc
     size = found.f_blocks * found.f_frsize
-    return found.f_bavail * found.f_frsize, min(limits.local_reserve_bytes, size // _RESERVE_SHARE)
+    return Disk(
+        size=size,
+        free=found.f_bavail * found.f_frsize,
+        reserve=min(limits.local_reserve_bytes, size // _RESERVE_SHARE),
+    )
 
 
 def _is_pending(found: Found, report: Report | None) -> bool:

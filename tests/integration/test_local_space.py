@@ -29,6 +29,7 @@ from dcp_tiered.services.local_space import LocalSpace
 from dcp_tiered.tiers.posix import PosixTier
 from tests.conftest import QUICK, Run, end_flushers
 from tests.support import runs, workers
+from tests.support.disks import small_disk
 from tests.support.ranks import run_ranks
 from tests.support.storage_check import Eyes
 from tests.support.workers import await_that
@@ -286,6 +287,24 @@ def test_the_log_says_what_went_and_why(posix_run: Run, caplog: pytest.LogCaptur
     assert f"removed published-1.json, {shard.name}" in line
 
 
+def test_a_bound_may_be_a_share_of_the_very_mount(tmp_path: Path) -> None:
+    """Of the disk below the mount point, not of the one above it; the smaller bound counts."""
+    (tmp_path / "lustre").mkdir()
+    with small_disk(tmp_path, 16) as disk:
+        run = Run(f"tiered::file://{tmp_path}/lustre/run", disk.path)
+        share = 2.5 * ONE / (os.statvfs(disk.path).f_blocks * os.statvfs(disk.path).f_frsize)
+        arguments = runs.with_limits(
+            run.arguments(), local_share_max=share, local_bytes_max=20 * ONE, backpressure_wait_s=0
+        )
+        with runs.no_flusher(run):
+            for number, name in enumerate("ab"):
+                runs.save(arguments, name, number)
+            error = runs.error_of(runs.save, arguments, "c", 2)
+        assert isinstance(error, BackpressureError)
+        assert present(runs.run_path(run)) == ["a", "b"]
+        end_flushers(disk.path)
+
+
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
@@ -293,6 +312,8 @@ def test_the_log_says_what_went_and_why(posix_run: Run, caplog: pytest.LogCaptur
         ({"tiered": {"on_full": "wait"}}, "block, fail"),
         ({"limits": replace(QUICK, pending_checkpoints_max=0)}, "pending_checkpoints_max"),
         ({"limits": replace(QUICK, local_bytes_max=0)}, "local_bytes_max"),
+        ({"limits": replace(QUICK, local_share_max=0.0)}, "local_share_max"),
+        ({"limits": replace(QUICK, local_share_max=50)}, "local_share_max"),
         ({"limits": replace(QUICK, local_reserve_bytes=-1)}, "local_reserve_bytes"),
         ({"limits": replace(QUICK, backpressure_wait_s=float("nan"))}, "backpressure_wait_s"),
         ({"tiered": {"limits": {"local_bytes_max": "1GB"}}}, "local_bytes_max"),

@@ -15,6 +15,7 @@ from dcp_tiered.format.pack import Pack, compressed_name, plan_pack
 from dcp_tiered.interfaces import ObjectInfo, Source
 from dcp_tiered.policy import compression
 from dcp_tiered.services import compressing, shard_headers
+from dcp_tiered.services.local_space import Disk
 from dcp_tiered.services.pack_upload import PackUpload
 from dcp_tiered.services.packs import PackStore
 from dcp_tiered.services.wrapped_tier import WrappedTier
@@ -188,12 +189,12 @@ def test_without_room_a_pack_goes_as_it_is(
         (here.base / "lustre" / "run" / "a" / here.plan.name).unlink()
         caplog.clear()
 
-        def full_at_once(local: Any, limits: Any) -> tuple[int, int]:
+        def full_at_once(local: Any, limits: Any) -> Disk:
             (disk.path / "more").write_bytes(bytes(1 << 20))
-            return 1 << 30, 0
+            return Disk(size=1 << 31, free=1 << 30, reserve=0)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(compressing, "free_and_reserve", full_at_once)
+            patch.setattr(compressing, "disk_of", full_at_once)
             assert here.uploads("zstd").upload("a", here.plan, lambda: None) == here.plan
         assert "No space left" in caplog.text
         assert own_decoder.unpacked(here.stored(here.plan)) == here.shard().read_bytes()
