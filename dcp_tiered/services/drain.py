@@ -10,7 +10,7 @@ from dcp_tiered.interfaces import LocalTier
 from dcp_tiered.policy import draining
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.flusher import Flusher
-from dcp_tiered.services.outgoing import Outgoing, TooLateError
+from dcp_tiered.services.outgoing import STAYS_HINT, Outgoing, TooLateError
 
 _log = logging.getLogger(__name__)
 HOPELESS = (ConflictError, InvalidError, ResidencyError)
@@ -57,7 +57,8 @@ def drain(
         ):
             break
         time.sleep(poll_s)
-    left = flusher.failures()
+    not_begun = TooLateError("not begun: the time is over", "durable", None, STAYS_HINT)
+    left = dict.fromkeys(flusher.open_ids(), not_begun) | flusher.failures()
     for checkpoint_id, error in sorted(left.items()):
         _log.warning("stays on this node: %s: %s", checkpoint_id, error)
     return Drained(errors=left, is_complete=not left and not flusher.has_work())

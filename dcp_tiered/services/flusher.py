@@ -217,6 +217,10 @@ class Flusher:
         mine = any(self._open[name].keeps_us() for name in self._work())
         return mine or self._unpublished.has_work() or self._superseding.has_work()
 
+    def open_ids(self) -> list[str]:
+        """Return what is published here and not durable, without asking the store; oldest first."""
+        return self._work()
+
     def failures(self) -> dict[str, TieredError]:
         """Return the error of the last try of every checkpoint that is not durable, by id."""
         own = {name: state.error for name, state in self._open.items() if state.error is not None}

@@ -17,7 +17,7 @@ from dcp_tiered.policy import draining, pacing
 from dcp_tiered.services.wrapped_tier import WrappedTier
 
 _BURST_BYTES = 1 << 20
-_STAYS_HINT = "It stays on this node; the next flusher that starts there goes on with it."
+STAYS_HINT = "It stays on this node; the next flusher that starts there goes on with it."
 
 
 class TooLateError(TieredError):
@@ -83,7 +83,7 @@ class Outgoing(WrappedTier):
                 f"not begun: {source.length} bytes take longer than there is time",
                 self.name,
                 key,
-                _STAYS_HINT,
+                STAYS_HINT,
             )
         body = _Body(source, self._let_pass)
         info = self._tier.upload(key, body)
@@ -107,9 +107,7 @@ class Outgoing(WrappedTier):
                 self._waited_s += wait_s
             self._bytes += count
         if now + wait_s >= self._due():
-            raise TooLateError(
-                "cut off: the time to end has come", self.name, self.url, _STAYS_HINT
-            )
+            raise TooLateError("cut off: the time to end has come", self.name, self.url, STAYS_HINT)
         if wait_s:
             time.sleep(wait_s)
 

@@ -1,7 +1,6 @@
 """More is saved than the store or the disk takes: it ends within its bound, and nothing is lost."""
 
 import errno
-import itertools
 import os
 import shutil
 import signal
@@ -105,10 +104,10 @@ def test_what_is_not_durable_stays_though_flushers_are_killed(
     eyes, stop, seen = Eyes(run), threading.Event(), []
 
     def kill() -> None:
-        delays = itertools.cycle((0.1, 1.5, 0.5, 0.8))
-        while not stop.wait(0.02):
-            if pids := flusher_pids(run.local):
-                stop.wait(next(delays))
+        for delay in (0.1, 1.5, 0.5, 0.8) * 4:  # not for ever: on a busy machine a start takes long
+            while not (pids := flusher_pids(run.local)) and not stop.wait(0.02):
+                pass
+            if not stop.wait(delay):
                 for pid in pids:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)

@@ -24,10 +24,12 @@ from tests.support.storage_check import Eyes
 pytestmark = pytest.mark.skipif(not netns.may_make(), reason="making namespaces needs root")
 NODES = 3
 SAVES = 5
+DISTURBANCES = 8
 PORT = 29411
 LIMITS = replace(
     QUICK,
     request_timeout_s=2.0,
+    idle_exit_s=60.0,
     request_retry_s=1.0,
     pending_checkpoints_max=3,
     commit_takeover_s=4.0,
@@ -43,7 +45,7 @@ def train(rank: int, namespace: Path, master: str, arguments: dict[str, Any]) ->
     netns.enter(namespace)
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth0"}
     where = f"tcp://{master}:{PORT}"
-    limit = timedelta(seconds=90)
+    limit = timedelta(seconds=180)
     dist.init_process_group("gloo", where, rank=rank, world_size=NODES, timeout=limit)
     try:
         with TieredWriter(**arguments) as writer:
@@ -96,8 +98,10 @@ def test_nodes_that_are_cut_off_and_killed(s3_run: Run, roots: list[Path]) -> No
             for rank in range(NODES)
         ]
         try:
-            while any(process.is_alive() for process, _ in started):
+            for _ in range(DISTURBANCES):
                 disturb(network, roots, rng)
+            for process, _ in started:
+                process.join(180)
             results = [answers.get() for _, answers in started]
         finally:
             for process, _ in started:

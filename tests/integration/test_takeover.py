@@ -55,7 +55,7 @@ def load(rank: int, nodes: list[Arguments], ids: list[str]) -> None:
 
 def make(run: Run, count: int, path: Path, **limits: Any) -> list[Arguments]:
     """Return a writer's arguments on each node; the first has the run's own local tier."""
-    arguments = runs.with_limits(run.arguments(), **limits)
+    arguments = runs.with_limits(run.arguments(), **{"idle_exit_s": 60.0, **limits})
     nodes = [arguments]
     for number in range(1, count):
         local = path / f"nvme-{number}"

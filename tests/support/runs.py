@@ -15,6 +15,7 @@ from dcp_tiered.format import layout
 from dcp_tiered.services import identity
 from dcp_tiered.services.lock import FlusherLock
 from tests.conftest import Run
+from tests.support import workers
 
 SIZE = 50_000
 
@@ -79,7 +80,9 @@ def no_flusher(run: Run) -> Iterator[None]:
     """Hold the flusher's lock, so that what is saved inside stays local."""
     path = run_path(run)
     path.mkdir(exist_ok=True)
-    with FlusherLock(path).hold(identity.current()) as mine:
+    lock = FlusherLock(path)
+    workers.await_that("the end of the flusher that runs", lambda: lock.holder() is None, 20)
+    with lock.hold(identity.current()) as mine:
         assert mine, "a flusher runs already"
         yield
 
