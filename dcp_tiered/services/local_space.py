@@ -88,7 +88,7 @@ class LocalSpace:
         """
         self._look()
         newest = max(self._found.values(), key=lambda one: one.sequence, default=None)
-        return 0 if newest is None else min(newest.bytes_all, bytes_planned)
+        return 0 if newest is None else min(newest.bytes_saved, bytes_planned)
 
     def samples(self) -> Iterator[Sample]:
         """Yield the metrics of this object."""
