@@ -1,9 +1,11 @@
-"""A save writes through while the flusher of its node tidies up after one that is dead."""
+"""A save writes through: the flusher of its node leaves it alone, and `wait` finds it."""
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 from awscrt.checksums import crc32c
 
@@ -11,9 +13,12 @@ from dcp_tiered import config, stack
 from dcp_tiered.format import layout
 from dcp_tiered.format.pack import plan_pack
 from dcp_tiered.format.shardfile import Header
+from dcp_tiered.services import progress
+from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.lock import FlusherLock
-from tests.conftest import Run
+from tests.conftest import QUICK, Run
 from tests.property.strategies import Thing, shard_bytes
+from tests.support.nodes import make_nodes, publish
 from tests.support.sources import BytesSource, pattern
 
 _TOKENS = ("00" * 8, "11" * 8)
@@ -77,3 +82,26 @@ def test_the_flusher_aborts_no_upload_of_a_save_that_goes_on(s3_run: Run) -> Non
         saved.result()
     run.close()
     assert s3_run.keys()[f"a/{pack.name}"] == pack.length
+
+
+def test_wait_sees_a_save_that_replaced_another_and_wrote_through(tmp_path: Path) -> None:
+    """The shard file that lies here is of the save before."""
+    (node,) = make_nodes(1, tmp_path, tmp_path / "durable", QUICK)
+    node.seal("a", 1, "0" * 16)
+    (old,) = (node.local.root / "a").glob("*.shard")
+    os.utime(old, (0, 0))
+    progress.note_asked(node.local, "a", 0)
+    node.seal("a", 1, "1" * 16)
+    publish([node], "a", time.time_ns())
+    (new,) = set((node.local.root / "a").glob("*.shard")) - {old}
+    new.unlink()
+    progress.wait(
+        Catalog(node.local, None),
+        node.local,
+        "local",
+        "a",
+        0,
+        timeout_s=0.0,
+        poll_s=0.01,
+        keep_flusher=lambda: None,
+    )
