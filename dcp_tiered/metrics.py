@@ -6,7 +6,6 @@ Names follow Prometheus: a base unit in the name, `_total` for what only grows. 
 process: where DCP saves in another one (PROCESS), that one counts what is written.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -122,9 +121,14 @@ def text(samples: Iterable[Sample], more: Mapping[str, str]) -> str:
         head = f"# TYPE {metric.name} {'counter' if metric.is_counter else 'gauge'}"
         if head not in lines:
             lines += [f"# HELP {metric.name} {metric.help}", head]
-        pairs = ",".join(f"{name}={json.dumps(said)}" for name, said in {**more, **labels}.items())
+        pairs = ",".join(f'{name}="{_escaped(said)}"' for name, said in {**more, **labels}.items())
         lines.append(f"{metric.name}{{{pairs}}} {value!r}")
     return "".join(f"{line}\n" for line in lines)
+
+
+def _escaped(said: str) -> str:
+    """Return a label's value; any other escape, as JSON has, makes a scraper refuse the file."""
+    return said.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 @runtime_checkable

@@ -126,7 +126,8 @@ class ShardWriter:
         image.append(result.length, memoryview(pack.tail))
         image.length, image.crc32c = pack.length, pack.crc32c
         _log.warning("writing %d bytes through to the durable tier: %s", pack.length, full)
-        stack.write_through(self._stack).send(checkpoint_id, pack, image)
+        with stack.write_through(self._stack) as packs:
+            packs.send(checkpoint_id, pack, image)
         self._bytes_through += pack.length
         return result
 

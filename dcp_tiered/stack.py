@@ -1,7 +1,8 @@
 """The one place where settings become objects."""
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -268,15 +269,17 @@ def flusher(
     )
 
 
-def write_through(run: Stack) -> PackStore:
-    """Return the durable tier for a shard file that has no room on this node.
+@contextmanager
+def write_through(run: Stack) -> Iterator[PackStore]:
+    """Give the durable tier for a shard file that has no room on this node.
 
     What may leave this node is held to the same as in a flusher.
     """
     local, durable = run.need_local(), run.durable
     assert durable is not None, "config refuses to write through to nothing"
     guard = _guard(_as_noted(run.settings, local), local, KeyNotes)
-    return PackStore(local, ResidentTier(durable, guard))
+    with run_directory.uploading(local):
+        yield PackStore(local, ResidentTier(durable, guard))
 
 
 def is_outdated(order: launcher.Order) -> Callable[[], bool]:

@@ -23,7 +23,7 @@ class Superseded:
     sequence: int
     launch: str
     alone: bool
-    """All shard files were on this node, so that no other one can ever commit it."""
+    """All shard files were of this node, so that no other one can ever commit it."""
     shards: tuple[str, ...]
     """Those that are on this node: an eviction that was cut off goes on with them."""
     reason: str

@@ -6,7 +6,8 @@ finds it here until a newer one is durable: it was the newest durable one, or is
 and was published by an earlier launch.
 
 With `supersede` a save that lacks room gives up the flush of older checkpoints, which may be
-evicted from then on: never of the newest that is published and sound, never of a kept one.
+evicted from then on: never of the newest that is published and sound, never of a kept one. What a
+save wrote through lets nothing superseded go before it is durable: until then it loads nowhere.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,6 +38,8 @@ class Held:
     """This node published it, and decides about its flush."""
     given_up: bool = False
     """Its flush is given up; while it is pending, other nodes may not know of that."""
+    whole: bool = True
+    """This node has what it saved of it; what was written through loads once it is durable only."""
 
     @property
     def superseded(self) -> bool:
@@ -167,7 +170,8 @@ def _durable(held: Sequence[Held]) -> list[Held]:
 
 
 def _superseded(held: Sequence[Held]) -> list[Held]:
-    newest, newest_durable = _newest_sound(held), _newest_durable(held)
+    here = [one for one in held if one.durable or one.whole]
+    newest, newest_durable = _newest_sound(here), _newest_durable(held)
     return _by_age(
         one
         for one in held

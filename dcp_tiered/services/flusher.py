@@ -407,7 +407,7 @@ class Flusher:
         try:
             return self._bring(published)
         except SupersededError as exc:
-            superseded_notes.write(self._local, published.head, exc.message)
+            superseded_notes.write(self._local, published.head, self._node, exc.message)
             raise
 
     def _bring(self, published: Published) -> Commit:

@@ -19,6 +19,7 @@ from dcp_tiered.format import layout
 from dcp_tiered.format.residency import Verdict
 from dcp_tiered.interfaces import LocalTier
 from dcp_tiered.policy.residency import Decision
+from dcp_tiered.services import run_directory
 from dcp_tiered.services.progress import read_reports, restore_error
 
 _log = logging.getLogger(__name__)
@@ -80,6 +81,14 @@ class KeyJournal:
         if self.stands:
             _log.warning("residency: the target of %s is allowed again", self._url)
         self._now = Journal(good_at=at)
+        with run_directory.no_save_uploads(self._local) as alone:
+            if alone:
+                self._begin_anew(at)
+            else:
+                # What a save is writing through now may leave after this look: its keys stay.
+                self._append({"good": at})
+
+    def _begin_anew(self, at: str) -> None:
         temporary = self._path.with_suffix(".tmp")
         try:
             temporary.touch(mode=_PRIVATE)
@@ -196,7 +205,7 @@ def read_journal(run_path: Path) -> Journal:
             if isinstance(row.get("key"), str):
                 found.keys.append({"key": row["key"], "at": str(row.get("at", ""))})
             elif isinstance(row.get("good"), str):
-                found.good_at = row["good"]
+                found.good_at, found.incident = row["good"], None
             elif isinstance(row.get("incident"), int):
                 found.incident = row["incident"]
     return found

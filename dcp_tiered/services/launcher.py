@@ -111,8 +111,9 @@ class Keeper:
         self._closing = threading.Event()
 
     def close(self) -> None:
-        """Watch no longer; a flusher that runs goes on."""
+        """Watch no longer, until the next `keep`; a flusher that runs goes on."""
         self._closing.set()
+        self._watch, self._closing = None, threading.Event()
 
     def keep(self) -> None:
         """Start a flusher unless one runs that was started by a process that is still alive.
@@ -127,6 +128,9 @@ class Keeper:
                 target=_watch, args=mine, name="dcp-tiered-watch", daemon=True
             )
             self._watch.start()
+        self._start_unless_one_runs()
+
+    def _start_unless_one_runs(self) -> None:
         now = time.monotonic()
         start_s = min(_START_S, self._order.limits.idle_exit_s)
         if self._started_at is not None and now - self._started_at < start_s:
@@ -141,9 +145,9 @@ class Keeper:
         """Start another flusher if the last one was killed; tell whether it was."""
         if not self._lock.was_killed():
             return False
-        _log.warning("the flusher of %s was killed, starting another", self._order.url)
+        _log.warning("the flusher of %s was killed or failed, starting another", self._order.url)
         try:
-            self.keep()
+            self._start_unless_one_runs()
         except TieredError as exc:
             _log.error("%s", exc)
         return True

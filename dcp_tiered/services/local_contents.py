@@ -2,15 +2,16 @@
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dcp_tiered.errors import TieredError, from_os_error
+from dcp_tiered.errors import CorruptError, TieredError, from_os_error
 from dcp_tiered.format import layout
 from dcp_tiered.format.records import Commit
 from dcp_tiered.format.shardfile import PAGE_BYTES, decode_header
 from dcp_tiered.format.superseded import Superseded
 from dcp_tiered.interfaces import LocalTier
-from dcp_tiered.services import superseded_notes
+from dcp_tiered.services import run_directory, superseded_notes
 from dcp_tiered.services.catalog import Catalog, Published
 from dcp_tiered.services.local_changes import LocalChanges
 
@@ -36,6 +37,8 @@ class Found:
     given_up: bool = False
     """Its flush is given up on this node; unless it still waits, for good."""
     keep: bool = False
+    bytes_saved: int = 0
+    """What its save took or would have taken here, had it not written through."""
 
     def bytes_evictable(self) -> int:
         """Return what an eviction frees, now or, for what still waits, once it is durable."""
@@ -109,6 +112,7 @@ class LocalContents:
                 durable=False,
                 waits=None,
                 evictable=(),
+                bytes_saved=bytes_all,
             )
 
     def _classify(
@@ -149,7 +153,19 @@ class LocalContents:
             launch=published.head.launch if published is not None else ended.launch,
             given_up=given_up,
             keep=layout.KEEP_NAME in files,
+            bytes_saved=bytes_all + self._passed_by(published, files),
         )
+
+    def _passed_by(self, published: Published | None, files: Mapping[str, os.stat_result]) -> int:
+        """Return the bytes of this node's shard files that are not here."""
+        if published is None:
+            return 0
+        try:
+            node = run_directory.node_of(self._local)
+        except CorruptError:
+            return 0
+        shards = (one for one in published.head.shards if one.node == node)
+        return sum(shard.length for shard in shards if shard.name not in files)
 
     def _ended(
         self, checkpoint_id: str, published: Published | None, commit: Commit | None

@@ -89,7 +89,7 @@ class LocalSpace:
         """
         self._look()
         newest = max(self._found.values(), key=lambda one: one.sequence, default=None)
-        return 0 if newest is None else min(newest.bytes_all, bytes_planned)
+        return 0 if newest is None else min(newest.bytes_saved, bytes_planned)
 
     def samples(self) -> Iterator[Sample]:
         """Yield the metrics of this object."""
@@ -222,7 +222,7 @@ class LocalSpace:
             published = self._catalog.published(one.checkpoint_id)
             if published is None or published.head.attempt != one.attempt:
                 continue  # saved again since we looked
-            superseded_notes.write(self._local, published.head, reason)
+            superseded_notes.write(self._local, published.head, self._node, reason)
             self._contents.forget(one.checkpoint_id)
             self.given_up += 1
             _log.warning(
@@ -263,6 +263,7 @@ class LocalSpace:
                 launch=one.launch,
                 coordinated=bool(one.node) and one.node == self._node,
                 given_up=one.given_up,
+                whole=one.bytes_saved == one.bytes_all,
             )
             for name, one in self._found.items()
         ]

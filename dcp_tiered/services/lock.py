@@ -113,7 +113,9 @@ class FlusherLock:
                 self._takeover.unlink()
             yield True
             with contextlib.suppress(OSError):
-                os.ftruncate(fd, 0)  # nobody has to start one in place of this one
+                # Nobody has to start one in place of this one. The file keeps its length: once its
+                # room was given back, the next holder could not say who it is on a full disk.
+                os.pwrite(fd, b" " * _TEXT_BYTES, 0)
         finally:
             self._fd = None
             os.close(fd)

@@ -9,7 +9,7 @@ from dcp_tiered.format import layout
 from dcp_tiered.format.pack import Pack, plan_pack
 from dcp_tiered.interfaces import LocalTier
 from dcp_tiered.policy.packing import Candidate, group
-from dcp_tiered.services import shard_headers
+from dcp_tiered.services import run_directory, shard_headers
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.pack_upload import PackUpload
 from dcp_tiered.services.packs import PackStore
@@ -89,13 +89,17 @@ class OwnPacks:
         """Drop what a flusher before this one had begun to upload, when first asked for an id.
 
         It may have grouped the shard files otherwise, so under other names than ours. Of what was
-        sealed after this process began, there was none before.
+        sealed after this process began, there was none before. While a save of this node writes
+        through, what is open may be its own: then this is done the next time.
         """
         sealed = (shard_headers.sealed_at(self._local, checkpoint_id, row[0]) for row in rows)
         is_older = min(sealed, default=self._begun_ns) < self._begun_ns
-        if is_older and checkpoint_id not in self._tidied:
-            self._packs.durable.drop_uploads(layout.key(checkpoint_id, f"packs/{self._node}-"))
-            self._tidied.add(checkpoint_id)
+        if not is_older or checkpoint_id in self._tidied:
+            return
+        with run_directory.no_save_uploads(self._local) as alone:
+            if alone:
+                self._packs.durable.drop_uploads(layout.key(checkpoint_id, f"packs/{self._node}-"))
+                self._tidied.add(checkpoint_id)
 
     def _target(self) -> int:
         return self._limits.pack_bytes_target

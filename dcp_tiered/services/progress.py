@@ -40,6 +40,8 @@ _ASK_S = 1.0
 """How often `wait` asks the store itself, where nothing on this node could tell."""
 _SKEW_NS = 1_000_000_000
 """How far the clocks of two nodes may be apart when a rank asks for a replaced checkpoint."""
+_TICK_NS = 20_000_000
+"""How far the time of a file may be behind the clock."""
 _NOTE_BYTES_MAX = 64
 _PRIVATE = 0o600
 
@@ -359,7 +361,7 @@ def _is_durable(
     commit = catalog.noted(checkpoint_id)
     if commit is None or commit.sequence < since:
         return False
-    mine = _newest_shard(catalog, local, checkpoint_id, rank)
+    mine = _newest_shard(catalog, local, checkpoint_id, rank, since)
     if mine is not None and _names(commit, mine):
         return True
     published = catalog.published(checkpoint_id)
@@ -379,7 +381,7 @@ def _superseded(
     note = superseding.superseded(catalog, checkpoint_id)
     if note is None or note.sequence < since:
         return None
-    mine = _newest_shard(catalog, local, checkpoint_id, rank)
+    mine = _newest_shard(catalog, local, checkpoint_id, rank, since)
     if mine is not None and mine not in note.shards:
         return None  # a newer save goes on
     return superseded_notes.error_of(checkpoint_id, note.reason)
@@ -388,7 +390,7 @@ def _superseded(
 def _is_local(
     catalog: Catalog, local: LocalTier, checkpoint_id: str, rank: int, since: int
 ) -> bool:
-    mine = _newest_shard(catalog, local, checkpoint_id, rank)
+    mine = _newest_shard(catalog, local, checkpoint_id, rank, since)
     published = catalog.published(checkpoint_id)
     if published is not None and published.head.sequence >= since:
         return mine is None or mine in {shard.name for shard in published.head.shards}
@@ -410,8 +412,14 @@ def _names(commit: Commit, shard: str) -> bool:
     return shard in {placement.shard for placement in commit.placements}
 
 
-def _newest_shard(catalog: Catalog, local: LocalTier, checkpoint_id: str, rank: int) -> str | None:
-    newest, newest_at = None, -1
+def _newest_shard(
+    catalog: Catalog, local: LocalTier, checkpoint_id: str, rank: int, since: int
+) -> str | None:
+    """Return a rank's newest shard file, None where the save that is asked for left none here.
+
+    That may have written through, or had no item of this rank.
+    """
+    newest, newest_at = None, since + _SKEW_NS - _TICK_NS
     for name in catalog.sealed(checkpoint_id):
         if layout.shard_rank(name) == rank:
             with contextlib.suppress(FileNotFoundError):

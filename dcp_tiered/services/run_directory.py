@@ -1,11 +1,14 @@
-"""The directory of a run on this node: where it flushes to, and this node's identity."""
+"""The directory of a run on this node: where it flushes to, this node's identity, who uploads."""
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import socket
 import stat
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from dcp_tiered.services.catalog import replace
 
 _log = logging.getLogger(__name__)
 _FILE_BYTES_MAX = 1 << 20
+_TIDY_S_MAX = 15.0
 
 
 def check_writable(base: Path) -> None:
@@ -69,6 +73,49 @@ def node_of(local: LocalTier) -> str | None:
         )
     except AbsentError:
         return None
+
+
+@contextlib.contextmanager
+def uploading(local: LocalTier) -> Iterator[None]:
+    """Tell the flusher of this node, for the block, that a save uploads past it.
+
+    Without that it takes what the save has open on the store for what a dead flusher left there.
+    """
+    with _locking(local) as lock:
+        deadline = time.monotonic() + _TIDY_S_MAX
+        while not lock(fcntl.LOCK_SH) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        yield
+
+
+@contextlib.contextmanager
+def no_save_uploads(local: LocalTier) -> Iterator[bool]:
+    """Keep saves of this node from uploading past the flusher; the value says whether none does."""
+    with _locking(local) as lock:
+        yield lock(fcntl.LOCK_EX)
+
+
+@contextlib.contextmanager
+def _locking(local: LocalTier) -> Iterator[Callable[[int], bool]]:
+    """Give what tries to lock the node's file; without one, nothing has been saved here."""
+    try:
+        fd = os.open(local.root / layout.NODE_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield lambda _: True
+        return
+
+    def lock(how: int) -> bool:
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    try:
+        yield lock
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
+        os.close(fd)
 
 
 def remember_run(local: LocalTier, url: str, options: dict[str, Any]) -> None:

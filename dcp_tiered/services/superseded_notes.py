@@ -28,8 +28,15 @@ from dcp_tiered.version import __version__
 _log = logging.getLogger(__name__)
 
 
-def write(local: LocalTier, head: Head, reason: str) -> None:
-    """Note that the flush of an attempt is given up on this node; a note that is there stays."""
+def write(local: LocalTier, head: Head, node: str | None, reason: str) -> None:
+    """Note that the flush of an attempt is given up on this node; a note that is there stays.
+
+    Args:
+        local: The run's directory.
+        head: The attempt.
+        node: This local root's id.
+        reason: Why it is given up.
+    """
     here = set(_names(local, head.checkpoint_id))
     shards = tuple(sorted(shard.name for shard in head.shards if shard.name in here))
     note = Superseded(
@@ -37,7 +44,8 @@ def write(local: LocalTier, head: Head, reason: str) -> None:
         attempt=head.attempt,
         sequence=head.sequence,
         launch=head.launch,
-        alone=len(shards) == len(head.shards),
+        # What this node wrote through is not here, and no other node has a part of it either.
+        alone=all(shard.name in here or shard.node == node for shard in head.shards),
         shards=shards,
         reason=reason,
     )

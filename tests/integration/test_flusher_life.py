@@ -218,6 +218,7 @@ def test_a_killed_flusher_is_replaced_while_the_trainer_trains(s3_run: Run) -> N
         proxy.add("stall", "PUT", "/packs/")
         arguments = runs.with_limits(runs.behind(s3_run, proxy.endpoint), idle_exit_s=60.0)
         with TieredWriter(**arguments) as writer:
+            writer.close()  # and is used again
             dcp.save(runs.state_of(1), checkpoint_id="a", storage_writer=writer)
             await_that("a pack on its way", lambda: proxy.requests("PUT", "/packs/"))
             (pid,) = flusher_pids(s3_run.local)

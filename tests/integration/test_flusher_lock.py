@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from dcp_tiered.services import identity
 from dcp_tiered.services.lock import FlusherLock
 from tests.support import workers
+from tests.support.disks import small_disk
 
 
 def test_a_look_never_turns_a_flusher_away(tmp_path: Path) -> None:
@@ -97,3 +99,19 @@ def test_a_process_is_known_by_more_than_its_pid() -> None:
     assert not identity.is_running("no-identity")
     assert identity.from_json(here.to_json()) == here
     assert identity.from_json({**here.to_json(), "pid": "1"}) is None
+
+
+def test_the_next_holder_says_who_it_is_on_a_full_disk(tmp_path: Path) -> None:
+    """A holder that nobody knows is neither asked to hand over nor replaced when it hangs."""
+    with small_disk(tmp_path, 4) as disk:
+        lock = FlusherLock(disk.path)
+        with lock.hold(None):
+            pass
+        assert not lock.was_killed()
+        with (disk.path / "ballast").open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        with lock.hold(None):
+            holder = lock.holder()
+            assert holder is not None
+            assert holder.flusher == identity.current()

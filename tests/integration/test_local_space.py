@@ -24,12 +24,14 @@ from dcp_tiered import (
     cause,
 )
 from dcp_tiered.config import settings
+from dcp_tiered.services import run_directory
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.local_space import LocalSpace
 from dcp_tiered.tiers.posix import PosixTier
 from tests.conftest import QUICK, Run, end_flushers
 from tests.support import runs, workers
 from tests.support.disks import small_disk
+from tests.support.nodes import make_nodes, publish
 from tests.support.ranks import run_ranks
 from tests.support.storage_check import Eyes
 from tests.support.workers import await_that
@@ -332,3 +334,18 @@ def test_a_text_in_the_environment_chooses(local: Path, monkeypatch: pytest.Monk
     assert settings("tiered::s3://bucket/run", on_full="block").on_full == "block"
     monkeypatch.delenv("FSSPEC_TIERED_ON_FULL")
     assert settings("tiered::s3://bucket/run").on_full == "block"
+
+
+def test_a_save_that_wrote_through_is_no_measure_of_the_next(tmp_path: Path) -> None:
+    """Else every save after it seems to need no room, waits for none and writes through too."""
+    (node,) = make_nodes(1, tmp_path, tmp_path / "durable", QUICK)
+    assert run_directory.open_node(node.local, node.node) == node.node
+    node.seal("a", 1, "0" * 16)
+    publish([node], "a")
+    (shard,) = (node.local.root / "a").glob("*.shard")
+    space = LocalSpace(Catalog(node.local, None), node.local, QUICK)
+    before = space.expected_bytes(1 << 40)
+    assert before == bytes_of(node.local.root)
+    shard.unlink()
+    space = LocalSpace(Catalog(node.local, None), node.local, QUICK)
+    assert space.expected_bytes(1 << 40) == before

@@ -325,6 +325,17 @@ def test_several_nodes_wait_until_the_fence_is_read_back(tmp_path: Path) -> None
     assert fenced(eyes, "a") == notes(nodes[0].local)["a"]
 
 
+def test_what_one_node_wrote_through_is_given_up_without_the_store(tmp_path: Path) -> None:
+    """Its shard file is not here, and no other node has one: no save waits for a fence."""
+    (node,), _ = some_nodes(1, tmp_path)
+    node.seal("a", 1, "0" * 16)
+    published = publish([node], "a")
+    (shard,) = (node.local.root / "a").glob("*.shard")
+    shard.unlink()
+    superseded_notes.write(node.local, published.head, node.node, "a test wants it")
+    assert states(node.local)["a"] == "superseded"
+
+
 def test_another_node_that_committed_first_wins(tmp_path: Path) -> None:
     nodes, eyes = some_nodes(2, tmp_path)
     first, other = nodes
@@ -336,7 +347,7 @@ def test_another_node_that_committed_first_wins(tmp_path: Path) -> None:
     other.limits = replace(other.limits, commit_takeover_s=0.0)
     other.restart()
     await_that("the commit", lambda: eyes.commits("a") or step([other]))
-    superseded_notes.write(first.local, published.head, "a test wants it")
+    superseded_notes.write(first.local, published.head, first.node, "a test wants it")
     first.restart()
     assert states(first.local)["a"] == "local"
     first.flusher.step()
@@ -434,7 +445,7 @@ def test_a_commit_on_its_way_wins(s3_run: Run) -> None:
     def give_up(request: Request) -> None:
         published = Catalog(local, None).published("a")
         assert published is not None
-        superseded_notes.write(local, published.head, "a test wants it")
+        superseded_notes.write(local, published.head, published.head.node, "a test wants it")
 
     with FaultProxy(s3_run.server.endpoint) as proxy:
         arguments = superseding(s3_run) | {"s3": runs.behind(s3_run, proxy.endpoint)["s3"]}

@@ -24,7 +24,7 @@ def held(sequence: int, what: str = "", gigabytes: int = 10) -> Held:
     """Return a checkpoint: D durable, P pending, K kept by the user, nothing: failed for good.
 
     With S its flush is given up, with O another node coordinates it, with L it is of an earlier
-    launch.
+    launch, with T it was written through.
     """
     return Held(
         checkpoint_id=f"step-{sequence}",
@@ -37,6 +37,7 @@ def held(sequence: int, what: str = "", gigabytes: int = 10) -> Held:
         given_up="S" in what,
         coordinated="O" not in what,
         launch="earlier" if "L" in what else "this",
+        whole="T" not in what,
     )
 
 
@@ -131,6 +132,8 @@ SUPERSEDE = [
     ("bytes: not of an earlier launch", of("PL", "P", "P"), "full", 10, "wait", [2], []),
     ("bytes: unless a newer one is durable", of("PL", "D", "P"), "full", 10, "wait", [1], []),
     ("bytes: a resumed one stays", of("SL", "P"), "full", 10, "wait", [], []),
+    ("bytes: the last that loads here stays", of("S", "PT"), "full", 10, "wait", [], []),
+    ("bytes: until a newer one is durable", of("S", "DT", "PT"), "full", 10, "admit", [], [1]),
     ("bytes: not before a newer one is sound", of("S", ""), "full", 10, "admit", [], []),
 ]
 

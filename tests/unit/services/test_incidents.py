@@ -15,8 +15,8 @@ from dcp_tiered.config import Limits
 from dcp_tiered.errors import ResidencyError, UnavailableError
 from dcp_tiered.format.residency import Fact, Verdict
 from dcp_tiered.policy.residency import READING
-from dcp_tiered.services import incidents
-from dcp_tiered.services.incidents import KEYS_MAX, violation
+from dcp_tiered.services import incidents, run_directory
+from dcp_tiered.services.incidents import KEYS_MAX, KeyNotes, violation
 from dcp_tiered.services.no_policy import NoPolicy
 from dcp_tiered.services.progress import Report, ReportFile, describe_error
 from dcp_tiered.services.resident_tier import ReadFromResident, ResidentTier
@@ -93,6 +93,28 @@ def test_nothing_follows_an_incident_until_a_look_is_good(place, local, tmp_path
     place.verdicts["not_public"] = "DENY"
     check.settle()
     assert [keys(one) for one in told(local)] == [["a/x"], ["a/y"]]
+
+
+def test_a_good_look_forgets_no_key_of_a_save_that_uploads(place, local):
+    """Its bytes may leave after the look."""
+    tier = PosixTier(local, local.parent, "local")
+    run_directory.open_node(tier, "0" * 12)
+    check = place.check(local)
+    notes = KeyNotes(tier, "s3://ckpt/run")
+    notes.add("a/before")
+    check.require()
+    with run_directory.uploading(tier):
+        notes.add("a/through")
+        check.require(fresh=True)
+        place.verdicts["not_public"] = "DENY"
+        with pytest.raises(ResidencyError):
+            check.require(fresh=True)
+        (incident,) = told(local)
+        assert keys(incident) == ["a/through"]
+        place.verdicts["not_public"] = "ALLOW"
+        place.at += 10
+        check.require()
+        assert violation(local) is None
 
 
 def test_a_target_that_was_never_allowed_is_no_incident(place, local):
