@@ -260,8 +260,8 @@ class TieredReader(StorageReader):
         return choice
 
     def _open(self, choice: Choice) -> _Load:
-        data = choice.manifest or resolve.local_manifest(self._stack.catalog, choice)
-        manifest = decode_manifest(data)
+        choice = resolve.with_manifest(self._stack.catalog, choice)
+        manifest = decode_manifest(choice.manifest or b"")
         chunks = Chunks(Entries.of(manifest.entries))
         access = ShardAccess(manifest.head, choice.commit, self._stack.local, self._stack.durable)
         _log.info(

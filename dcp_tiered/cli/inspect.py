@@ -35,8 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
         choice = resolve.choose(catalog, [resolve.offer(catalog, checkpoint_id)])
         if isinstance(choice, TieredError):
             raise choice
-        data = choice.manifest or resolve.local_manifest(catalog, choice)
-        manifest = decode_manifest(data)
+        choice = resolve.with_manifest(catalog, choice)
+        manifest = decode_manifest(choice.manifest or b"")
         access = ShardAccess(manifest.head, choice.commit, built.local, built.durable)
         shown = _describe(manifest, choice.commit, access)
     finally:

@@ -7,7 +7,7 @@ choice (I8): a store that cannot be asked is never taken for one that has nothin
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from dcp_tiered.errors import (
@@ -91,17 +91,30 @@ def choose(catalog: Catalog, offers: Sequence[Offer]) -> Choice | TieredError:
         return _ours(exc, "choose a checkpoint")
 
 
-def local_manifest(catalog: Catalog, choice: Choice) -> bytes:
-    """Return the chosen manifest from this node."""
-    data = catalog.published_as(choice.checkpoint_id, choice.sha256)
-    if data is None:
+def with_manifest(catalog: Catalog, choice: Choice) -> Choice:
+    """Return a choice with the bytes of its manifest, from this node if it came without.
+
+    What was on this node when it was chosen may have become durable and been evicted since then:
+    the commit says where it is now.
+
+    Raises:
+        UnavailableError: It was removed, and is not committed.
+    """
+    data = choice.manifest or catalog.published_as(choice.checkpoint_id, choice.sha256)
+    if data is not None:
+        return replace(choice, manifest=data)
+    commit = choice.commit
+    if commit is None and catalog.durable is not None:
+        state = catalog.state(choice.checkpoint_id)
+        commit = state if isinstance(state, Commit) else None
+    if commit is None or commit.manifest_sha256 != choice.sha256:
         raise UnavailableError(
             "the chosen manifest was removed from this node meanwhile",
             "local",
             choice.checkpoint_id,
             "Load again.",
         )
-    return data
+    return replace(choice, commit=commit, manifest=catalog.manifest_of(commit))
 
 
 def _look(catalog: Catalog, wanted: str | None) -> Offer:
@@ -189,14 +202,9 @@ def _choose(catalog: Catalog, offers: Sequence[Offer]) -> Choice:
     _explain(chosen, offers)
     if all(_has(one, chosen) for one in offers):
         return chosen
-    return Choice(
-        checkpoint_id=chosen.checkpoint_id,
-        attempt=chosen.attempt,
-        sequence=chosen.sequence,
-        sha256=chosen.sha256,
-        commit=chosen.commit,
-        manifest=_manifest(catalog, chosen, offers[0]),
-    )
+    if _has(offers[0], chosen) or chosen.commit is None:
+        return with_manifest(catalog, chosen)
+    return replace(chosen, manifest=catalog.manifest_of(chosen.commit))
 
 
 def _on_every_rank(offers: Sequence[Offer]) -> dict[str, LocalCopy]:
@@ -264,12 +272,6 @@ def _has(one: Offer, chosen: Choice) -> bool:
         copy.checkpoint_id == chosen.checkpoint_id and copy.sha256 == chosen.sha256
         for copy in one.copies
     )
-
-
-def _manifest(catalog: Catalog, chosen: Choice, mine: Offer) -> bytes:
-    if _has(mine, chosen) or chosen.commit is None:
-        return local_manifest(catalog, chosen)
-    return catalog.manifest_of(chosen.commit)
 
 
 def _explain(chosen: Choice, offers: Sequence[Offer]) -> None:

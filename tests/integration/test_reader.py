@@ -5,6 +5,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from dcp_tiered import (
     TieredWriter,
     cause,
 )
+from dcp_tiered.services import resolve
+from dcp_tiered.services.catalog import Catalog
 from tests.conftest import QUICK, Run, end_flushers
 from tests.support import states
 from tests.support.ranks import share_ranks
@@ -150,6 +153,23 @@ def test_damaged_local_manifest_is_replaced(committed: Run) -> None:
     """O057: the local index counts as little as local data once it is damaged."""
     (manifest,) = committed.run_path().glob("step-1/published-*.json")
     flip(manifest, manifest.stat().st_size - 20)
+    loads_exactly(committed)
+
+
+def test_a_copy_that_is_evicted_while_it_is_chosen_is_read_where_it_went(
+    committed: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flusher of the job before may still be at work when the next one resumes."""
+    seen = resolve.choose
+
+    def choose_then_evict(catalog: Catalog, offers: Any) -> Any:
+        choice = seen(catalog, offers)
+        for path in committed.run_path().glob("*/*"):
+            if path.name.startswith("published-") or path.suffix == ".shard":
+                path.unlink()
+        return replace(choice, commit=None)  # as of one that was not committed then
+
+    monkeypatch.setattr(resolve, "choose", choose_then_evict)
     loads_exactly(committed)
 
 
