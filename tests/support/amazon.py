@@ -217,6 +217,7 @@ class Amazon:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # head and body of a reply are two packets
     amazon: Amazon
 
     def log_message(self, *_: object) -> None:
