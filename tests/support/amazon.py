@@ -366,7 +366,9 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in (headers or {}).items():
             if value and name.lower() not in ("content-length", "connection", "transfer-encoding"):
                 self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
+        said = {name.lower(): value for name, value in (headers or {}).items()}
+        length = said.get("content-length") if self.command == "HEAD" else None
+        self.send_header("Content-Length", length or str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

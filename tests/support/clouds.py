@@ -212,10 +212,10 @@ class _CloudHandler(_Handler):
 
     def _reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         given = dict(headers or {})
-        inner = f"http://{self.amazon.emulator}"
-        if self.amazon.emulator and given.get("Location", "").startswith(inner):
+        location = urlsplit(given.get("Location", ""))
+        if location.scheme == "http":  # the emulator does not know that it is behind TLS
             host = self.amazon.upload_host or self._host
-            given["Location"] = given["Location"].replace(inner, f"https://{host}")
+            given["Location"] = location._replace(scheme="https", netloc=host).geturl()
         super()._reply(status, body, given)
 
 
