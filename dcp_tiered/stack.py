@@ -140,11 +140,8 @@ def build_reading(settings: Settings) -> Stack:
     if built.policy is None or built.durable is None:
         return built
     asked = built.durable
-    if isinstance(asked, S3Tier | ObjectStoreTier):
-        look = asked.observe_place
-    else:
-        look = _look_at(asked)
-    checked = ReadFromResident(asked, PolicyCheck(built.policy, look, required=READING))
+    check = PolicyCheck(built.policy, _look_at_place(asked), required=READING)
+    checked = ReadFromResident(asked, check)
     return replace(built, durable=checked, catalog=Catalog(built.local, checked))
 
 
@@ -354,6 +351,12 @@ def _look_at(durable: DurableTier) -> Callable[[], Observed]:
         return MountLook(durable.base)
     assert isinstance(durable, S3Tier | ObjectStoreTier)
     return durable.observe
+
+
+def _look_at_place(durable: DurableTier) -> Callable[[], Observed]:
+    if isinstance(durable, S3Tier | ObjectStoreTier):
+        return durable.observe_place
+    return _look_at(durable)
 
 
 def _pin(policy: Policy, settings: Settings) -> Pin:
