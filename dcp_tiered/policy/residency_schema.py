@@ -54,7 +54,7 @@ _OWNERS = {
     "gcs": (re.compile(r"\d{1,20}"), "a project number, as a text of digits"),
     "azure": (
         re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}/[a-z0-9_.()-]{1,90}"),
-        "'SUBSCRIPTION/RESOURCE GROUP', the first an id, in small letters",
+        "'SUBSCRIPTION/RESOURCE GROUP', the first an id",
     ),
 }
 """By provider; that of AWS for all others."""
@@ -309,6 +309,8 @@ class _Parser:
         if value is None:
             return None
         form, wanted = forms.get(row["provider"], forms["aws"])
+        if row["provider"] == "azure" and isinstance(value, str):
+            value = value.lower()  # Azure spells one group in several ways
         if not isinstance(value, str) or not form.fullmatch(value):
             raise self._bad(where, f"is not {wanted}")
         return value

@@ -34,6 +34,7 @@ class Management:
         self._timeout = (min(5.0, timeout_s), timeout_s)
         self._session: Any = None
         self._credential: Any = None
+        self._had_token = False
 
     def ask(self, resource: str, call: str, permission: str) -> Answer:
         """Ask once.
@@ -74,9 +75,14 @@ class Management:
         try:
             if self._credential is None:
                 self._credential = self._given() or token_credential(self._options, self._timeout)
-            return str(self._credential.get_token(_SCOPE).token)
+            token = str(self._credential.get_token(_SCOPE).token)
         except (ClientAuthenticationError, ValueError) as exc:
-            raise NoTokenError(f"{_HINT}; {type(exc).__name__}: {scrubbed(exc)}") from None
+            text = f"{_HINT}; {type(exc).__name__}: {scrubbed(exc)}"
+            if self._had_token:  # an outage of the login is no violation
+                raise OSError(text) from None
+            raise NoTokenError(text) from None
+        self._had_token = True
+        return token
 
     def _given(self) -> Any:
         given = self._options.get("credential")

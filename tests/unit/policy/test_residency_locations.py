@@ -17,7 +17,7 @@ endpoint = "https://storage.googleapis.com"
 [[allow]]
 provider = "azure"
 locations = ["Germany West Central"]
-owner = "{SUBSCRIPTION}/training"
+owner = "{SUBSCRIPTION}/Training"
 account = "ckpt"
 redundancy = ["Standard_ZRS"]
 key_vaults = ["mine.vault.azure.net"]
@@ -28,6 +28,7 @@ def test_names_are_taken_as_people_write_them():
     google, azure = parse(TOML).allow
     assert (google.id, google.places()) == ("gcs-0", {"gcs:europe-west3"})
     assert (azure.id, azure.places()) == ("azure-1", {"azure:germanywestcentral"})
+    assert azure.owner == f"{SUBSCRIPTION}/training"
 
 
 def test_a_policy_survives_being_noted():
@@ -46,12 +47,12 @@ def test_a_policy_survives_being_noted():
         ('"471100000000"', '"my-project"', "allow[0].owner", 4),
         ('"my-project"', '"My Project"', "allow[0].key_accounts", 5),
         ('"https://storage', '"storage', "allow[0].endpoint", 6),
-        ("/training", "", "allow[1].owner", 11),
+        ("/Training", "", "allow[1].owner", 11),
         ('account = "ckpt"', 'account = "CKPT"', "allow[1].account", 12),
         ("Standard_ZRS", "zone", "allow[1].redundancy", 13),
         ("mine.vault", "https://mine.vault", "allow[1].key_vaults", 14),
         ("key_vaults", "key_accounts", "allow[1].key_accounts", 14),
-        (f'owner = "{SUBSCRIPTION}/training"\n', "", "allow[1].owner", 8),
+        (f'owner = "{SUBSCRIPTION}/Training"\n', "", "allow[1].owner", 8),
     ],
 )
 def test_a_mistake_is_named_with_its_line(old, new, key, line):

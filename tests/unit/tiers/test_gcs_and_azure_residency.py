@@ -5,6 +5,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from azure.core.credentials import AccessToken
+from azure.core.exceptions import ClientAuthenticationError
 
 from dcp_tiered import config, stack
 from dcp_tiered.errors import InvalidError, ResidencyError, TieredError
@@ -282,6 +284,29 @@ def test_with_a_key_alone_azure_is_unknown_and_says_what_to_give(clouds: Clouds)
     assert fact.verdict == "UNKNOWN"
     assert "client_secret" in fact.evidence
     assert not any(seen.host == played.ARM for seen in clouds.log)
+
+
+class Login:
+    """A credential that a user hands over, as azure.identity has them."""
+
+    is_down = False
+
+    def get_token(self, *scopes: str, **_: Any) -> AccessToken:
+        assert scopes == ("https://management.azure.com/.default",)
+        if self.is_down:
+            raise ClientAuthenticationError("down")
+        return AccessToken("t", 2**40)
+
+
+@pytest.mark.parametrize("began_well", [True, False])
+def test_a_login_that_fails_later_is_an_outage_and_no_violation(clouds: Clouds, began_well: bool):
+    login = Login()
+    asking = tier("az", credential=login)
+    if began_well:
+        assert {f.verdict.value for f in asking.observe_place().facts} == {"ALLOW"}
+    login.is_down = True
+    fact = next(f for f in asking.observe().facts if f.name == "location")
+    assert (fact.verdict, fact.transient) == ("UNKNOWN", began_well)
 
 
 @pytest.mark.parametrize("protocol", ["gs", "az"])
