@@ -4,6 +4,7 @@ import json
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ class Target:
     policy: dict[str, Any]
     objects: Callable[[str], dict[str, bytes]]
     """Returns what is below a prefix, by the emulator's own words."""
+    publish: Callable[[str | None], None]
+    """Sets for whom the bucket itself is open: `blob` for everybody, None for nobody."""
 
     def move(self) -> None:
         """Have the bucket somewhere else."""
@@ -63,6 +66,7 @@ def google(tmp_path_factory) -> Iterator[Target]:
                 options=played.google_options(),
                 policy={"allow": ["gcs:europe-west3"], "owner": played.PROJECT, "ttl_s": 1},
                 objects=lambda prefix: {n: store.read(n) for n in store.objects(prefix)},
+                publish=lambda level: clouds.says.update(iam=PUBLIC if level else {}),
             )
 
 
@@ -81,6 +85,7 @@ def azure(tmp_path_factory) -> Iterator[Target]:
                     name: container.download_blob(name).readall()
                     for name in container.list_blob_names(name_starts_with=prefix)
                 },
+                publish=partial(container.set_container_access_policy, {}),
             )
 
 
@@ -178,22 +183,20 @@ def test_a_bucket_that_becomes_public_during_the_flush_gets_no_record(target, ar
     assert "/packs/" in incident.read_text()
 
 
-def test_without_a_policy_a_public_bucket_gets_nothing(google, local, monkeypatch):
-    google.clouds.forget()
-    google.open_up()
-    for name, value in google.clouds.environment().items():
-        monkeypatch.setenv(name, value)
-    endpoint = {"endpoint_url": f"https://{GOOGLE}"}
-    arguments = {
-        "url": f"tiered::gs://{played.BUCKET}/open",
-        "local": str(local),
-        "limits": QUICK,
-        "gs": google.options | endpoint,
-    }
-    runs.save(arguments, "step-1", 1)
-    error = runs.error_of(runs.wait, arguments, "step-1")
+def test_without_a_policy_a_bucket_that_is_open_gets_nothing(target, arguments):
+    del arguments["residency"]
+    if target.protocol == "gs":
+        target.clouds.says["bucket"]["iamConfiguration"] = {}
+        arguments["gs"] = target.options | {"endpoint_url": f"https://{GOOGLE}"}
+    target.publish("blob")
+    try:
+        runs.save(arguments, "step-1", 1)
+        error = runs.error_of(runs.wait, arguments, "step-1")
+    finally:
+        target.publish(None)
     assert isinstance(error, ResidencyError)
-    assert google.objects("open/") == {}
+    assert "public" in error.message
+    assert target.objects(prefix_of(arguments)) == {}
 
 
 def test_an_upload_that_is_sent_to_another_host_delivers_no_byte(google, local, monkeypatch):

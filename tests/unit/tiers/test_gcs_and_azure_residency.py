@@ -57,13 +57,15 @@ def _closed_at_last() -> Iterator[None]:
         _kept.popitem()[1].close()
 
 
-def tier(protocol: str, rule: dict[str, Any] | None = None, **options: Any) -> ObjectStoreTier:
+def tier(
+    protocol: str, rule: dict[str, Any] | None = None, *, is_held: bool = True, **options: Any
+) -> ObjectStoreTier:
     given = played.google_options() if protocol == "gs" else played.azure_options()
     limits = config.Limits(request_timeout_s=1, request_retry_s=1)
     run = config.settings(
         f"tiered::{protocol}://{played.BUCKET}/run",
         options={protocol: given | options},
-        residency={"allow": [rule or RULES[protocol]]},
+        residency={"allow": [rule or RULES[protocol]]} if is_held else None,
         limits=limits,
     )
     made = stack.durable_tier(run)
@@ -314,6 +316,16 @@ def test_a_reader_looks_at_the_place_only(clouds: Clouds, protocol: str):
     seen = tier(protocol).observe_place()
     assert {fact.name for fact in seen.facts} == {"location", "owner", "endpoint", "tls"}
     assert {fact.verdict.value for fact in seen.facts} == {"ALLOW"}
+
+
+@pytest.mark.parametrize("protocol", ["gs", "az"])
+def test_without_a_policy_who_may_not_ask_learns_nothing_and_goes_on(clouds: Clouds, protocol: str):
+    clouds.says["bucket"]["iamConfiguration"] = {}
+    clouds.faults["iam"] = DENIED
+    clouds.redirect_to = played.ELSEWHERE  # what Azure is asked is answered with no answer
+    options = {"endpoint_url": f"https://{GOOGLE}"} if protocol == "gs" else {}
+    fact = tier(protocol, None, is_held=False, **options).look_public()
+    assert fact.verdict == "UNKNOWN"
 
 
 @pytest.mark.parametrize("protocol", ["gs", "az"])
