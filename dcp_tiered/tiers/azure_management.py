@@ -40,11 +40,12 @@ class Management:
         """Ask once.
 
         Args:
-            resource: Its id, and what of it.
+            resource: The id of a storage account in small letters, and what of it.
             call: What is asked, for people.
             permission: What the asker needs.
         """
-        return ask(partial(self._send, resource), f"{call}({resource})", permission)
+        account = resource.partition("/storageaccounts/")[2].partition("/")[0]
+        return ask(partial(self._send, resource), f"{call}({account})", permission)
 
     def close(self) -> None:
         """Give connections back."""
@@ -77,7 +78,8 @@ class Management:
                 self._credential = self._given() or token_credential(self._options, self._timeout)
             token = str(self._credential.get_token(_SCOPE).token)
         except (ClientAuthenticationError, ValueError) as exc:
-            text = f"{_HINT}; {type(exc).__name__}: {scrubbed(exc)}"
+            why = scrubbed(exc).partition("\n")[0][:100]
+            text = f"{_HINT} ({type(exc).__name__}: {why})"
             if self._had_token:  # an outage of the login is no violation
                 raise OSError(text) from None
             raise NoTokenError(text) from None

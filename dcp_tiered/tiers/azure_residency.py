@@ -88,9 +88,9 @@ class AzureLook:
 
     def _replicas(self, said: Answer) -> list[Fact]:
         """Follow object replication from account to account."""
-        if said.kind is not Kind.OK:
-            return [said.unknown("replication")]
         facts: list[Fact] = []
+        if said.kind is not Kind.OK:  # which `_copies` says
+            return facts
         mine = _id(self._pin.owner, self._account)
         todo, seen, container = [mine], {mine}, self._container
         for _ in range(_REPLICA_HOPS_MAX):

@@ -134,6 +134,7 @@ def test_what_is_not_answered_is_unknown(clouds: Clouds, question: str, fault: F
     assert bad(facts) == dict.fromkeys(names, "UNKNOWN")
     for name in names:
         assert (permission in facts[name].permission) is (fault is DENIED), name
+        assert f"({played.BUCKET if protocol == 'gs' else played.ACCOUNT})" in facts[name].call
         assert facts[name].transient is is_transient, name
 
 
