@@ -1,6 +1,7 @@
 """Runs on Google and Azure under a policy, with a flusher process, an emulator behind the hosts."""
 
 import json
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from tests.conftest import QUICK, end_flushers
 from tests.support import clouds as played
 from tests.support import runs
 from tests.support.clouds import AZURE, GOOGLE, Clouds
+from tests.support.disks import small_disk
 from tests.support.servers import azure_store, google_store
 
 pytestmark = pytest.mark.slow
@@ -161,6 +163,21 @@ def test_a_bucket_that_is_elsewhere_gets_nothing(target, arguments):
     target.move()
     runs.save(arguments, "step-1", 1)
     error = runs.error_of(runs.wait, arguments, "step-1")
+    assert isinstance(error, ResidencyError)
+    assert "location is DENY" in error.message
+    assert target.objects(prefix_of(arguments)) == {}
+    assert target.clouds.body_bytes[target.host] == 0
+
+
+def test_what_is_written_through_goes_by_the_policy_too(target, arguments, tmp_path):
+    target.move()
+    with small_disk(tmp_path, 16) as disk:
+        arguments |= {"local": str(disk.path), "on_local_full": "write_through"}
+        free = os.statvfs(disk.path).f_bfree * os.statvfs(disk.path).f_frsize
+        with (disk.path / "ballast").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, free - 600_000)  # less than the state takes
+        error = runs.error_of(runs.save, arguments, "step-1", 1)
+        end_flushers(disk.path)
     assert isinstance(error, ResidencyError)
     assert "location is DENY" in error.message
     assert target.objects(prefix_of(arguments)) == {}
