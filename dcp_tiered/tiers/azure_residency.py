@@ -6,6 +6,7 @@ the account and nothing else learns nothing here, and then nothing is known.
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -222,7 +223,7 @@ def _replica(target: str, said: Answer) -> Fact:
     """Tell where an account that objects are copied to is, and whose, and where its copies are."""
     location = _location(said)
     if location.verdict is not _ALLOW:
-        return said.fact("replication", location.verdict, location.evidence)
+        return replace(location, name="replication", values=())
     places = [f"{place}/{_owner_of(target)}" for place in location.values]
     copies = _copies(said)
     values = [*places, *(v for v in copies.values if not v.startswith(REDUNDANCY))]

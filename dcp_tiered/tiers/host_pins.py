@@ -91,10 +91,13 @@ def azure_account(options: Mapping[str, Any]) -> tuple[str, str]:
         account = str(options.get("account_name") or "")
         return account, f"https://{options.get('account_host') or f'{account}.{AZURE_HOST}'}"
     said = dict(part.partition("=")[::2] for part in str(text).split(";"))
+    if given := said.get("BlobEndpoint"):
+        endpoint = bare(given)
+        return said.get("AccountName") or endpoint.partition("://")[2].partition(".")[0], endpoint
     account = said.get("AccountName", "")
     scheme = said.get("DefaultEndpointsProtocol", "https")
-    host = f"{account}.blob.{said.get('EndpointSuffix', 'core.windows.net')}"
-    return account, bare(said.get("BlobEndpoint") or f"{scheme}://{host}")
+    suffix = said.get("EndpointSuffix", "core.windows.net")
+    return account, f"{scheme}://{account}.blob.{suffix}"
 
 
 def refuse_anonymous(is_anonymous: object, where: str) -> None:

@@ -265,6 +265,11 @@ def test_replicas_of_azure_are_followed(clouds: Clouds):
     assert bad(look("az")) == {"replication": "DENY"}
     clouds.says["replicas"] = played.replicas(played.account_id("copy"), container="other")
     assert bad(look("az")) == {}
+    clouds.says["replicas"] = played.replicas(played.account_id("copy"))
+    clouds.faults["copy"] = DENIED
+    fact = look("az")["replication"]
+    assert (fact.verdict, fact.permission) == ("UNKNOWN", "Microsoft.Storage/storageAccounts/read")
+    del clouds.faults["copy"]
     clouds.says["replicas"] = played.replicas("copy")  # a name alone may be of any tenant
     assert bad(look("az")) == {"replication": "UNKNOWN"}
     clouds.says["replicas"] = played.replicas(played.account_id("copy"), source="another")
@@ -357,6 +362,20 @@ def test_a_redirect_delivers_no_byte(clouds: Clouds, protocol: str):
 def test_ways_around_are_refused(protocol, rule, options, error):
     with pytest.raises(error):
         tier(protocol, rule, **options)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "AccountName=tieredaccount;AccountKey=a2V5",
+        "AccountName=tieredaccount;AccountKey=a2V5;EndpointSuffix=core.windows.net",
+        f"BlobEndpoint=https://{AZURE}/;SharedAccessSignature=sv=1&sig=x",
+    ],
+)
+def test_a_connection_string_names_account_and_host(clouds: Clouds, text: str):
+    seen = tier("az", connection_string=text, account_name=None, account_key=None).observe()
+    assert seen.target == f"az://{played.ACCOUNT}/{played.BUCKET}"
+    assert {fact.verdict.value for fact in seen.facts} == {"ALLOW"}
 
 
 def test_an_endpoint_may_be_named(clouds: Clouds):
