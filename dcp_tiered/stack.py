@@ -17,7 +17,7 @@ from dcp_tiered.format import layout
 from dcp_tiered.format.residency import Fact, Observed, Verdict
 from dcp_tiered.interfaces import DurableTier, Engine, LocalTier
 from dcp_tiered.policy import residency_schema
-from dcp_tiered.policy.residency import READING, Decision, Policy, decide
+from dcp_tiered.policy.residency import READING, Decision, Policy, Rule, decide
 from dcp_tiered.services import launcher, run_directory
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.flusher import Flusher
@@ -36,6 +36,7 @@ from dcp_tiered.services.residency_note import (
 from dcp_tiered.services.resident_tier import ReadFromResident, ResidentTier
 from dcp_tiered.tiers.azure import AzurePlace
 from dcp_tiered.tiers.gcs import GcsPlace
+from dcp_tiered.tiers.host_pins import HostPin, azure_account, bare, google_endpoint
 from dcp_tiered.tiers.mount_residency import MountLook
 from dcp_tiered.tiers.mounted import MountedTier, stripes_for
 from dcp_tiered.tiers.object_store import ObjectStoreTier
@@ -140,8 +141,8 @@ def build_reading(settings: Settings) -> Stack:
     if built.policy is None or built.durable is None:
         return built
     asked = built.durable
-    look = asked.observe_place if isinstance(asked, S3Tier) else _look_at(asked)
-    checked = ReadFromResident(asked, PolicyCheck(built.policy, look, required=READING))
+    check = PolicyCheck(built.policy, _look_at_place(asked), required=READING)
+    checked = ReadFromResident(asked, check)
     return replace(built, durable=checked, catalog=Catalog(built.local, checked))
 
 
@@ -201,18 +202,19 @@ def durable_tier(settings: Settings, limits: Limits | None = None) -> DurableTie
         return MountedTier(root, root.parent, _mount_engine, stripes)
     if url.protocol is None:
         return None
-    if policy is not None:
-        raise _no_rule(settings, url.protocol)
-    return _object_store(settings, bounds)
+    return _object_store(settings, bounds, policy)
 
 
-def _object_store(settings: Settings, bounds: Limits) -> ObjectStoreTier:
+def _object_store(settings: Settings, bounds: Limits, policy: Policy | None) -> ObjectStoreTier:
     bucket, _, prefix = settings.url.path.partition("/")
+    options, timeout_s = settings.options, bounds.request_timeout_s
     place: GcsPlace | AzurePlace
     if settings.url.protocol == "gs":
-        place = GcsPlace(bucket, settings.options, bounds.request_timeout_s, bounds.connections_max)
+        google = None if policy is None else _google_pin(policy, settings)
+        place = GcsPlace(bucket, options, timeout_s, bounds.connections_max, google)
     else:
-        place = AzurePlace(bucket, settings.options, bounds.request_timeout_s)
+        azure = None if policy is None else _azure_pin(policy, settings)
+        place = AzurePlace(bucket, options, timeout_s, azure)
     return ObjectStoreTier(
         place,
         prefix,
@@ -334,9 +336,9 @@ def _guard(run: Settings, local: LocalTier, journal: type[KeyJournal] | type[Key
         return PolicyCheck(policy, _look_at(durable), notes, known_policies(local))
     if isinstance(durable, S3Tier):
         return RegionKept(local, durable.region, durable.look_public)
-    if isinstance(durable, MountedTier):
-        return NoPolicy(_public_mount(_look_at(durable)))
-    return NoPolicy()
+    if isinstance(durable, ObjectStoreTier):
+        return NoPolicy(durable.look_public)
+    return NoPolicy(_public_mount(_look_at(durable)))
 
 
 def _public_mount(look: Callable[[], Observed]) -> Callable[[], Fact | None]:
@@ -350,8 +352,14 @@ def _public_mount(look: Callable[[], Observed]) -> Callable[[], Fact | None]:
 def _look_at(durable: DurableTier) -> Callable[[], Observed]:
     if isinstance(durable, MountedTier):
         return MountLook(durable.base)
-    assert isinstance(durable, S3Tier)
+    assert isinstance(durable, S3Tier | ObjectStoreTier)
     return durable.observe
+
+
+def _look_at_place(durable: DurableTier) -> Callable[[], Observed]:
+    if isinstance(durable, S3Tier | ObjectStoreTier):
+        return durable.observe_place
+    return _look_at(durable)
 
 
 def _pin(policy: Policy, settings: Settings) -> Pin:
@@ -375,6 +383,55 @@ def _pin(policy: Policy, settings: Settings) -> Pin:
         replica_accounts=tuple(sorted({one.owner for one in others if one.owner})),
         replica_regions=tuple(sorted({region for one in others for region in one.regions})),
     )
+
+
+def _google_pin(policy: Policy, settings: Settings) -> HostPin:
+    """Return where requests to Google may go: the endpoint given, else the only one allowed."""
+    given = bare(str(settings.options.get("endpoint_url") or ""))
+    allowed = {
+        endpoint: HostPin(endpoint=endpoint, place=place, owner=str(rule.owner))
+        for rule in policy.allow
+        if rule.provider == "gcs"
+        for endpoint, place in _google_endpoints(rule)
+    }
+    if not allowed:
+        raise _no_rule(settings, "gs")
+    if settings.options.get("endpoint_url"):
+        if given not in allowed:
+            raise _no_rule(settings, given)
+        return allowed[given]
+    if len(allowed) > 1:
+        raise ResidencyError(
+            f"residency policy allows {len(allowed)} endpoints of Google, and none is given",
+            "durable",
+            settings.url.root,
+            f"Pass that of the bucket's location, such as gs={{'endpoint_url': {min(allowed)!r}}}.",
+        )
+    return next(iter(allowed.values()))
+
+
+def _google_endpoints(rule: Rule) -> list[tuple[str, str]]:
+    """Return the endpoints that a rule allows, each with its name in facts."""
+    if rule.endpoint is not None:
+        return [(rule.endpoint, rule.endpoint)]
+    return [(google_endpoint(location), rule.place(location)) for location in rule.locations]
+
+
+def _azure_pin(policy: Policy, settings: Settings) -> HostPin:
+    """Return where requests to Azure may go: to the account's own host, or a rule's endpoint."""
+    account, endpoint = azure_account(settings.options)
+    own = azure_account({"account_name": account})[1]
+    fitting = [
+        rule
+        for rule in policy.allow
+        if rule.provider == "azure"
+        and rule.account in (None, account)
+        and endpoint == (rule.endpoint or own)
+    ]
+    if not fitting:
+        raise _no_rule(settings, f"az at {endpoint}")
+    rule = max(fitting, key=lambda one: one.account is not None)
+    return HostPin(endpoint=endpoint, place=endpoint, owner=str(rule.owner))
 
 
 def _no_rule(settings: Settings, what: str) -> ResidencyError:

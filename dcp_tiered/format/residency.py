@@ -26,11 +26,16 @@ STORE_KEY = "key of the store"
 """The value of `encryption` where no key of a customer is used."""
 REPLICA_KEY = "key "
 """Begins a value of `replication` that is no bucket's place but that of a key of replicas."""
+REDUNDANCY = "redundancy "
+"""Begins a value of `replication` that is what Azure calls how often it keeps each byte."""
+VAULT = "vault "
+"""Begins a value of `encryption` that is the host name of a key vault of Azure."""
 _EVIDENCE_CHARS_MAX = 400
 _RECORD_KEYS_MAX = 16
 _TEXT_CHARS_MAX = 4096
 _ROWS_MAX = 256
 _PROVIDERS = {"s3": "aws", "https": "s3compat", "http": "s3compat", "file": "posix"}
+_PROVIDERS |= {"gs": "gcs", "az": "azure"}
 """By the scheme of a target."""
 
 
@@ -69,9 +74,10 @@ class Observed:
     """All that was found out about one target at one time."""
 
     target: str
-    """`s3://bucket`, `https://endpoint/bucket` of a compatible store, `file:///mount`."""
+    """`s3://bucket`, `https://endpoint/bucket` of a compatible store, `gs://bucket`,
+    `az://account/container`, `file:///mount`."""
     provider: str
-    """`aws`, `s3compat`, `r2` or `posix`."""
+    """`aws`, `s3compat`, `r2`, `gcs`, `azure` or `posix`."""
     facts: tuple[Fact, ...]
 
 

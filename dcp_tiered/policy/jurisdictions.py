@@ -15,6 +15,37 @@ JURISDICTIONS: dict[str, dict[str, tuple[str, ...]]] = {
             "eu-west-3",
         ),
         "aws-eusc": ("eusc-de-east-1",),
+        # Not europe-west2, which is London, not europe-west6, which is Zurich, and no location of
+        # several regions: which ones those are is not for a name to say.
+        "gcs": (
+            "europe-central2",
+            "europe-north1",
+            "europe-north2",
+            "europe-southwest1",
+            "europe-west1",
+            "europe-west10",
+            "europe-west12",
+            "europe-west3",
+            "europe-west4",
+            "europe-west8",
+            "europe-west9",
+        ),
+        # Not uksouth and ukwest, switzerlandnorth and -west, norwayeast and -west.
+        "azure": (
+            "austriaeast",
+            "belgiumcentral",
+            "denmarkeast",
+            "francecentral",
+            "francesouth",
+            "germanynorth",
+            "germanywestcentral",
+            "italynorth",
+            "northeurope",
+            "polandcentral",
+            "spaincentral",
+            "swedencentral",
+            "westeurope",
+        ),
     },
 }
-"""Regions by jurisdiction and partition."""
+"""Regions by jurisdiction, and by partition of AWS or provider."""

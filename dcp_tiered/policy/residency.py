@@ -4,14 +4,17 @@ Everything has to be allowed by name, and what is not known is not allowed. An a
 person answer for one unknown fact of one target for a while; it never overrides what was seen.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from dcp_tiered.format.residency import (
+    REDUNDANCY,
     REPLICA_KEY,
     STORE_KEY,
+    VAULT,
     Fact,
     Observed,
     Verdict,
@@ -19,15 +22,20 @@ from dcp_tiered.format.residency import (
 )
 
 ATTESTATION_DAYS_MAX = 90
+_BUCKET = ("location", "owner", "not_public", "replication", "encryption", "endpoint", "tls")
 REQUIRED = {
     "r2": ("location", "not_public", "replication", "encryption", "endpoint", "tls"),
-    "aws": ("location", "owner", "not_public", "replication", "encryption", "endpoint", "tls"),
+    "aws": _BUCKET,
+    "gcs": _BUCKET,
+    "azure": _BUCKET,
     "s3compat": ("location", "not_public", "replication", "encryption", "endpoint", "tls"),
     "posix": ("mount", "not_public", "replication"),
 }
 """The facts that have to be allowed, by provider."""
 READING = {
     "aws": ("location", "owner", "endpoint", "tls"),
+    "gcs": ("location", "owner", "endpoint", "tls"),
+    "azure": ("location", "owner", "endpoint", "tls"),
     "s3compat": ("location", "endpoint", "tls"),
     "r2": ("location", "endpoint", "tls"),
     "posix": ("mount",),
@@ -35,6 +43,8 @@ READING = {
 """Those of them that count for who only reads: where it is and whose, not who else reads it."""
 _NAMED = ("location", "owner", "endpoint", "mount")
 """Facts that say nothing unless they name what the policy can compare."""
+_AZURE = r"https://{}\.blob\.core\.windows\.net"
+"""The endpoint of a storage account."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +57,23 @@ class Rule:
     """Of AWS."""
     regions: tuple[str, ...] = ()
     owner: str | None = None
-    """Account that the bucket belongs to."""
+    """Account that the bucket belongs to; project number of Google; subscription and resource group
+    of Azure, with a slash between."""
     key_regions: tuple[str, ...] = ()
     """Where KMS keys may lie; empty: in `regions`."""
     key_accounts: tuple[str, ...] = ()
     """Whose KMS keys; empty: those of `owner`."""
     require_kms: bool = False
     endpoint: str | None = None
-    """Of a compatible store: scheme, host and port."""
+    """Of a compatible store, or another than a provider's own: scheme, host and port."""
     jurisdiction: str | None = None
     """Of R2: what its host names."""
     account: str | None = None
-    """Of R2: the other part of its host."""
+    """Of R2: the other part of its host; of Azure: the storage account, None for any of `owner`."""
+    redundancy: tuple[str, ...] = ()
+    """Of Azure: what a storage account may be; empty: any, as long as its places are allowed."""
+    key_vaults: tuple[str, ...] = ()
+    """Of Azure: host names of key vaults that customers' keys may be in."""
     site_id: str | None = None
     """What the marker file of a mount has to say."""
     fstype: str | None = None
@@ -68,6 +83,11 @@ class Rule:
     def place(self, region: str) -> str:
         """Return a region as facts name it."""
         return f"{self.partition if self.provider == 'aws' else self.provider}:{region}"
+
+    @property
+    def locations(self) -> tuple[str, ...]:
+        """Return the regions, which Google and Azure call locations."""
+        return self.regions
 
     def places(self) -> frozenset[str]:
         """Return the regions as facts name them."""
@@ -242,12 +262,23 @@ def _is_listed(policy: Policy, rule: Rule, fact: Fact, value: str) -> bool:
     if name == "owner":
         return rule.owner in (None, value)
     if name == "endpoint":
-        return value in rule.places() if rule.provider == "aws" else value == rule.endpoint
+        return value in rule.places() if rule.provider == "aws" else _is_endpoint(rule, value)
     if name == "replication":
+        if value.startswith(REDUNDANCY):
+            return not rule.redundancy or value.removeprefix(REDUNDANCY) in rule.redundancy
         return any(_is_replica_listed(other, fact, value) for other in policy.allow)
     if name == "encryption":
         return not rule.require_kms if value == STORE_KEY else _is_key_listed(rule, value)
     return True
+
+
+def _is_endpoint(rule: Rule, value: str) -> bool:
+    """Tell whether a rule means an endpoint: the one that it names, else one of the provider."""
+    if rule.endpoint is not None:
+        return value == rule.endpoint
+    if rule.provider == "azure":
+        return re.fullmatch(_AZURE.format(rule.account or "[a-z0-9]+"), value) is not None
+    return value in rule.places()
 
 
 def _is_replica_listed(rule: Rule, fact: Fact, value: str) -> bool:
@@ -260,6 +291,8 @@ def _is_replica_listed(rule: Rule, fact: Fact, value: str) -> bool:
 
 
 def _is_key_listed(rule: Rule, value: str) -> bool:
+    if value.startswith(VAULT):
+        return value.removeprefix(VAULT) in rule.key_vaults
     place, _, account = value.partition("/")
     regions = rule.key_regions or rule.regions
     accounts = rule.key_accounts or ((rule.owner,) if rule.owner else ())

@@ -66,8 +66,8 @@ def export(policy: Policy, root: str, form: str, role: str | None) -> str:
     """
     if form in ("gcp-org", "azure"):
         raise _wrong(
-            f"nothing to export for {form!r}: a policy has no rules for Google Cloud or Azure",
-            "There is no tier for them either; --for iam, scp and vpce are for AWS.",
+            f"nothing to export for {form!r}: no document is made for Google Cloud or Azure",
+            "docs/residency.md says what to set up there; --for iam, scp and vpce are for AWS.",
         )
     place = _place(policy, root)
     if form == "vpce":

@@ -23,18 +23,49 @@ from dcp_tiered.policy.residency import REQUIRED, Attestation, Policy, Rule
 PARTITIONS = ("aws", "aws-cn", "aws-us-gov", "aws-eusc")
 TTL_S_MAX = 3600.0
 _VERSION = 1
+_LOCATED = ("gcs", "azure")
+"""Providers that call their regions locations."""
 _TOP = ("version", "allow", "attestations", "ttl_s", "owner")
 _KEYS = ("key_regions", "key_accounts", "require_kms")
 _RULE_KEYS = {
     "aws": ("partition", "regions", "jurisdictions", "owner", *_KEYS),
     "s3compat": ("endpoint", "regions", "owner", *_KEYS),
     "r2": ("jurisdiction", "account"),
+    "gcs": ("locations", "jurisdictions", "owner", "endpoint", *_KEYS),
+    "azure": (
+        *("locations", "jurisdictions", "owner", "account", "endpoint"),
+        *("redundancy", "require_kms", "key_vaults"),
+    ),
     "posix": ("site_id", "fstype", "source"),
+}
+_NEEDED = {
+    "aws": ("regions", "owner"),
+    "s3compat": ("endpoint",),
+    "r2": ("jurisdiction", "account"),
+    "gcs": ("locations", "owner"),
+    "azure": ("locations", "owner"),
+    "posix": ("site_id",),
 }
 _R2_JURISDICTIONS = ("eu", "fedramp")
 _REGION = re.compile(r"[a-z0-9][a-z0-9-]{1,40}")
-_ACCOUNT = re.compile(r"\d{12}")
 _R2_ACCOUNT = re.compile(r"[0-9a-f]{32}")
+_OWNERS = {
+    "aws": (re.compile(r"\d{12}"), "a text of 12 digits"),
+    "gcs": (re.compile(r"\d{1,20}"), "a project number, as a text of digits"),
+    "azure": (
+        re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}/[a-z0-9_.()-]{1,90}"),
+        "'SUBSCRIPTION/RESOURCE GROUP', the first an id",
+    ),
+}
+"""By provider; that of AWS for all others."""
+_KEY_OWNERS = _OWNERS | {
+    "gcs": (re.compile(r"[a-z0-9][a-z0-9.:-]{0,60}"), "a project as names of keys have it"),
+}
+_AZURE_NAMES = {
+    "account": (re.compile(r"[a-z0-9]{3,24}"), "a storage account's name"),
+    "redundancy": (re.compile(r"[A-Za-z0-9]+_[A-Z]+"), "a redundancy such as Standard_ZRS"),
+    "key_vaults": (re.compile(r"[a-z0-9-]+(\.[a-z0-9-]+)+"), "a key vault's host name"),
+}
 _HINT = "docs/residency.md has the schema and examples."
 
 
@@ -112,15 +143,18 @@ class _Parser:
                 yield self._rule(row, where, n)
             else:
                 raise self._bad(where, "is neither a table nor text such as 'aws:eu-central-1'")
-        for partition, regions in short.items():
-            row = {"provider": "aws", "partition": partition, "regions": regions, "owner": owner}
-            yield self._rule({k: v for k, v in row.items() if v is not None}, "allow", partition)
+        for partition, places in short.items():
+            if partition in PARTITIONS:
+                row = {"provider": "aws", "partition": partition, "regions": places}
+            else:
+                row = {"provider": partition, "locations": places}
+            yield self._rule(row if owner is None else row | {"owner": owner}, "allow", partition)
 
     def _short(self, text: str, where: str) -> tuple[str, Sequence[str]]:
-        """Return partition and regions of `aws:eu-central-1` or `aws:EU`."""
+        """Return partition, or provider, and regions of `aws:eu-central-1` or `aws:EU`."""
         partition, _, place = text.partition(":")
-        if partition not in PARTITIONS:
-            raise self._bad(where, f"{text!r} has no partition of {', '.join(PARTITIONS)}")
+        if partition not in (known := (*PARTITIONS, *_LOCATED)):
+            raise self._bad(where, f"{text!r} begins with none of {', '.join(known)}")
         if place in JURISDICTIONS:
             return partition, self._jurisdiction(place, partition, where)
         return partition, [place]
@@ -133,18 +167,19 @@ class _Parser:
         partition = row.get("partition", "aws")
         if partition not in PARTITIONS:
             raise self._bad(f"{where}.partition", f"is not one of {', '.join(PARTITIONS)}")
-        regions = [*self._regions(row, "regions", where)]
+        regions = [*self._regions(row, "locations" if provider in _LOCATED else "regions", where)]
         for jurisdiction in self._texts(row, "jurisdictions", where):
-            regions += self._jurisdiction(jurisdiction, partition, where)
+            listed_as = provider if provider in _LOCATED else partition
+            regions += self._jurisdiction(jurisdiction, listed_as, where)
         rule = Rule(
             id=self._text(row, "id", where) or f"{provider}-{name}",
             provider=provider,
             partition=partition,
             regions=tuple(sorted(set(regions))),
-            owner=self._account(row.get("owner"), f"{where}.owner"),
+            owner=self._owner(row, _OWNERS, row.get("owner"), f"{where}.owner"),
             key_regions=tuple(self._regions(row, "key_regions", where)),
             key_accounts=tuple(
-                str(self._account(account, f"{where}.key_accounts"))
+                str(self._owner(row, _KEY_OWNERS, account, f"{where}.key_accounts"))
                 for account in self._texts(row, "key_accounts", where)
             ),
             require_kms=self._flag(row, "require_kms", where),
@@ -154,26 +189,35 @@ class _Parser:
             site_id=self._text(row, "site_id", where),
             fstype=self._text(row, "fstype", where),
             source=self._text(row, "source", where),
+            redundancy=tuple(self._texts(row, "redundancy", where)),
+            key_vaults=tuple(self._texts(row, "key_vaults", where)),
         )
         self._complete(rule, where)
+        if provider == "azure":
+            self._check_azure(rule, where)
         return rule
 
     def _complete(self, rule: Rule, where: str) -> None:
-        needed = {
-            "aws": ("regions", "owner"),
-            "s3compat": ("endpoint",),
-            "r2": ("jurisdiction", "account"),
-            "posix": ("site_id",),
-        }
-        for key in needed[rule.provider]:
+        for key in _NEEDED[rule.provider]:
             if not getattr(rule, key):
                 raise self._bad(f"{where}.{key}", "is missing")
+
+    def _check_azure(self, rule: Rule, where: str) -> None:
+        for key, (form, wanted) in _AZURE_NAMES.items():
+            value = getattr(rule, key)
+            for one in value if isinstance(value, tuple) else (value,):
+                if one is not None and not form.fullmatch(one):
+                    raise self._bad(f"{where}.{key}", f"{one!r} is not {wanted}")
 
     def _refuse_two_owners(self, rules: Iterable[Rule]) -> None:
         """Refuse what no single request could be pinned to."""
         owners: dict[str, str | None] = {}
         for rule in rules:
+            if rule.provider == "gcs":  # whose requests name no owner
+                continue
             pinned = rule.places() if rule.provider == "aws" else {rule.endpoint or rule.id}
+            if rule.provider == "azure":  # asked by the name of the account and its owner
+                pinned = {f"account {rule.account or 'of any name'}"}
             for place in pinned:
                 if owners.setdefault(place, rule.owner) != rule.owner:
                     raise self._bad("allow", f"gives {place} two owners")
@@ -246,6 +290,8 @@ class _Parser:
 
     def _regions(self, row: Mapping[str, Any], key: str, where: str) -> list[str]:
         regions = [text.strip().lower() for text in self._texts(row, key, where)]
+        if row["provider"] == "azure":
+            regions = [text.replace(" ", "") for text in regions]  # `West Europe` for people
         for region in regions:
             if not _REGION.fullmatch(region):
                 raise self._bad(
@@ -253,11 +299,20 @@ class _Parser:
                 )
         return regions
 
-    def _account(self, value: object, where: str) -> str | None:
+    def _owner(
+        self,
+        row: Mapping[str, Any],
+        forms: Mapping[str, tuple[re.Pattern[str], str]],
+        value: object,
+        where: str,
+    ) -> str | None:
         if value is None:
             return None
-        if not isinstance(value, str) or not _ACCOUNT.fullmatch(value):
-            raise self._bad(where, "is not a text of 12 digits")
+        form, wanted = forms.get(row["provider"], forms["aws"])
+        if row["provider"] == "azure" and isinstance(value, str):
+            value = value.lower()  # Azure spells one group in several ways
+        if not isinstance(value, str) or not form.fullmatch(value):
+            raise self._bad(where, f"is not {wanted}")
         return value
 
     def _texts(self, row: Mapping[str, Any], key: str, where: str) -> list[str]:

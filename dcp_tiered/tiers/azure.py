@@ -17,14 +17,18 @@ from dcp_tiered.errors import (
     TieredError,
     UnavailableError,
 )
+from dcp_tiered.format.residency import Fact, Observed, Verdict
 from dcp_tiered.interfaces import ObjectInfo
+from dcp_tiered.tiers.azure_management import Management, token_credential
+from dcp_tiered.tiers.azure_residency import AzureLook
+from dcp_tiered.tiers.host_pins import HostPin, azure_account, refuse_anonymous
 from dcp_tiered.tiers.http_errors import RefusedError, need_library, scrubbed, translate_refusal
 from dcp_tiered.tiers.object_client import Body, Page
 from dcp_tiered.tiers.s3_errors import TIER
 
-_HOST = "blob.core.windows.net"
 _READ_BYTES = 8 << 20
 """Of one request: the client holds a reply whole."""
+_KEYS = ("credential", "account_key", "sas_token")
 _EXISTS = ("BlobAlreadyExists", "ConditionNotMet")
 _ABSENT = ("BlobNotFound",)
 _GONE = ("InvalidBlockList", "InvalidBlockId")
@@ -59,18 +63,24 @@ class AzurePlace:
         options: As for adlfs: account_name, account_key, connection_string, sas_token, credential,
             client_id, client_secret, tenant_id, anon, account_host.
         request_timeout_s: Longest silence of the store within one request.
+        pin: Where all of them go; None where no policy says that.
 
     Raises:
         InvalidError: The library is not installed, no account is named, or an option is one that
-            adlfs obeys and this would not.
+            adlfs obeys and this would not, or that leads around the pin.
     """
 
     chunk_bytes = 1
 
     def __init__(
-        self, container: str, options: Mapping[str, Any], request_timeout_s: float
+        self,
+        container: str,
+        options: Mapping[str, Any],
+        request_timeout_s: float,
+        pin: HostPin | None = None,
     ) -> None:
         self.container = container
+        self._pin = pin
         self.url = f"az://{container}"
         self._options = dict(options)
         self._timeout_s = request_timeout_s
@@ -86,6 +96,9 @@ class AzurePlace:
                 self.url,
                 "Pass az={'account_name': ...}, or set AZURE_STORAGE_ACCOUNT_NAME.",
             )
+        if pin is not None:
+            given = any(options.get(name) for name in (*_KEYS, "connection_string"))
+            refuse_anonymous(options.get("anon") and not given, self.url)
 
     def connect(self) -> "AzureClient":
         """Return a client of this process."""
@@ -98,32 +111,33 @@ class AzurePlace:
             # One retry layer, ours; and bytes never go where a reply points to.
             "retry_total": 0,
             "permit_redirects": False,
+            "raw_request_hook": self._check,
         }
         text = self._options.get("connection_string")
+        account, endpoint = azure_account(self._options)
         if text:
-            return AzureClient(ContainerClient.from_connection_string(text, **settings))
-        host = self._options.get("account_host") or f"{self._options['account_name']}.{_HOST}"
-        return AzureClient(
-            ContainerClient(f"https://{host}", credential=self._credential(), **settings)
-        )
+            container = ContainerClient.from_connection_string(text, **settings)
+        else:
+            container = ContainerClient(endpoint, credential=self._credential(), **settings)
+        if self._pin is None:
+            return AzureClient(container)
+        asker = Management(self._options, self._timeout_s)
+        return AzureClient(container, asker, AzureLook(asker, account, self.container, self._pin))
+
+    def _check(self, request: Any) -> None:
+        """Pass for a request that goes where the pin says; called for each, with its last host."""
+        if self._pin is not None:
+            self._pin.check(request.http_request.url, self.url)
 
     def _credential(self) -> Any:
         """Return the credential that the options mean; none only where that was asked for."""
         options = self._options
-        for name in ("credential", "account_key", "sas_token"):
+        for name in _KEYS:
             if options.get(name):
                 return options[name]
         if options.get("anon"):
             return None
-        from azure.identity import ClientSecretCredential, DefaultAzureCredential
-
-        if options.get("client_id") and options.get("client_secret"):
-            return ClientSecretCredential(
-                tenant_id=options.get("tenant_id"),
-                client_id=options["client_id"],
-                client_secret=options["client_secret"],
-            )
-        return DefaultAzureCredential()
+        return token_credential(options, (min(5.0, self._timeout_s), self._timeout_s))
 
     def refusal(self, exc: Exception) -> RefusedError | None:
         """Return the reply behind an exception; see `Place.refusal`."""
@@ -174,10 +188,18 @@ class AzureClient:
 
     Args:
         container: Microsoft's client of one container.
+        management: Whom `look` asks; both None without a pin.
+        look: At its account.
     """
 
-    def __init__(self, container: Any) -> None:
+    def __init__(
+        self,
+        container: Any,
+        management: Management | None = None,
+        look: AzureLook | None = None,
+    ) -> None:
         self._container = container
+        self._management, self._look = management, look
 
     def create(self, key: str, data: bytes, crc: int) -> ObjectInfo:
         """Create a small blob; see `Client.create`."""
@@ -244,9 +266,34 @@ class AzureClient:
             following=pages.continuation_token or None,
         )
 
+    def observe(self) -> Observed:
+        """Look at the account; see `Client.observe`."""
+        assert self._look is not None
+        return self._look.all()
+
+    def observe_place(self) -> Observed:
+        """Look where the account is; see `Client.observe_place`."""
+        assert self._look is not None
+        return self._look.place()
+
+    def look_public(self) -> Fact:
+        """Look whether the container was opened to everybody; see `Client.look_public`."""
+        try:
+            level = self._container.get_container_properties().public_access
+        except Exception as exc:  # noqa: BLE001 - a SAS for blobs alone may not ask
+            said = f"{type(exc).__name__}: {scrubbed(exc)[:200]}"
+            return Fact(name="not_public", verdict=Verdict.UNKNOWN, evidence=said)
+        if level is None:
+            said, verdict = "the container is open to nobody without a key", Verdict.ALLOW
+        else:
+            said, verdict = f"the container is open to everybody: {level}", Verdict.DENY
+        return Fact(name="not_public", verdict=verdict, evidence=said)
+
     def close(self) -> None:
         """Give connections back."""
         self._container.close()
+        if self._management is not None:
+            self._management.close()
 
 
 def _is_blob(found: Any) -> bool:

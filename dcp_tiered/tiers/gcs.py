@@ -12,6 +12,7 @@ import struct
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -22,10 +23,15 @@ from dcp_tiered.errors import (
     TieredError,
     UnavailableError,
 )
+from dcp_tiered.format.residency import Fact, Observed
 from dcp_tiered.interfaces import ObjectInfo
 from dcp_tiered.tiers.gcs_credentials import Signer, TokenError, credentials
+from dcp_tiered.tiers.gcs_residency import GoogleLook
+from dcp_tiered.tiers.host_pins import HostPin, refuse_anonymous
+from dcp_tiered.tiers.http_asking import OVERLOADED, ask
 from dcp_tiered.tiers.http_errors import RefusedError, need_library, scrubbed, translate_refusal
 from dcp_tiered.tiers.object_client import Body, Page
+from dcp_tiered.tiers.s3_asking import Answer
 from dcp_tiered.tiers.s3_body import filling
 from dcp_tiered.tiers.s3_errors import TIER
 from dcp_tiered.tiers.s3_requests import crc_header, crc_value
@@ -33,8 +39,6 @@ from dcp_tiered.tiers.s3_requests import crc_header, crc_value
 ENDPOINT = "https://storage.googleapis.com"
 _OBJECT_FIELDS = "name,size,crc32c"
 _NO_SUCH_UPLOAD = "no such upload"
-_OVERLOADED = ("rateLimitExceeded", "userRateLimitExceeded")
-"""Google says them with 403, which is else a lack of rights."""
 _NO_GOOGLE = (
     "Set GOOGLE_APPLICATION_CREDENTIALS, run 'gcloud auth application-default login', or pass"
     " gs={'token': ...}."
@@ -62,10 +66,11 @@ class GcsPlace:
         options: As for gcsfs: token, endpoint_url.
         request_timeout_s: Longest silence of the store within one request.
         connections_max: Requests on their way at once.
+        pin: Where all of them go; None where no policy says that.
 
     Raises:
         InvalidError: The library is not installed, or an option is one that gcsfs obeys and this
-            would not.
+            would not, or that leads around the pin.
     """
 
     chunk_bytes = 256 << 10
@@ -76,8 +81,10 @@ class GcsPlace:
         options: Mapping[str, Any],
         request_timeout_s: float,
         connections_max: int,
+        pin: HostPin | None = None,
     ) -> None:
         self.bucket = bucket
+        self._pin = pin
         self.url = f"gs://{bucket}"
         self._options = dict(options)
         self._timeout_s = request_timeout_s
@@ -87,6 +94,8 @@ class GcsPlace:
             raise InvalidError(
                 "gs option requester_pays is not supported", TIER, self.url, "Leave it out."
             )
+        if pin is not None:
+            refuse_anonymous(options.get("token") == "anon", self.url)
 
     def connect(self) -> "GcsClient":
         """Return a client of this process; looks for credentials."""
@@ -104,9 +113,10 @@ class GcsPlace:
         except BaseException:
             session.close()
             raise
-        endpoint = str(self._options.get("endpoint_url") or ENDPOINT).rstrip("/")
+        given = ENDPOINT if self._pin is None else self._pin.endpoint
+        endpoint = str(self._options.get("endpoint_url") or given).rstrip("/")
         timeout = (min(5.0, self._timeout_s), self._timeout_s)
-        return GcsClient(session, endpoint, self.bucket, timeout)
+        return GcsClient(session, endpoint, self.bucket, timeout, self._pin)
 
     def refusal(self, exc: Exception) -> RefusedError | None:
         """Return the reply behind an exception; see `Place.refusal`."""
@@ -143,7 +153,7 @@ def _translate_refusal(exc: RefusedError, doing: str, where: str) -> tuple[Tiere
             return AbsentError(f"no such object: {text}", TIER, where), False
         hint = "Create the bucket or correct the URL; it is never created here."
         return InvalidError(f"no such bucket: {text}", TIER, where, hint), False
-    if exc.code in _OVERLOADED:
+    if exc.code in OVERLOADED:
         return translate_refusal(RefusedError(429, exc.code, exc.request), doing, where, "")
     return translate_refusal(exc, doing, where, _DENIED_HINT)
 
@@ -156,14 +166,22 @@ class GcsClient:
         endpoint: Scheme and host.
         bucket: Its name.
         timeout: Seconds to connect, and of silence.
+        pin: See `GcsPlace`.
     """
 
     def __init__(
-        self, session: Any, endpoint: str, bucket: str, timeout: tuple[float, float]
+        self,
+        session: Any,
+        endpoint: str,
+        bucket: str,
+        timeout: tuple[float, float],
+        pin: HostPin | None = None,
     ) -> None:
         self._session = session
         self._timeout = timeout
-        self._objects = f"{endpoint}/storage/v1/b/{quote(bucket, safe='')}/o"
+        self._name, self._pin = bucket, pin
+        self._bucket = f"{endpoint}/storage/v1/b/{quote(bucket, safe='')}"
+        self._objects = f"{self._bucket}/o"
         self._uploads = f"{endpoint}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
 
     def create(self, key: str, data: bytes, crc: int) -> ObjectInfo:
@@ -261,9 +279,27 @@ class GcsClient:
             following=said.get("nextPageToken") or None,
         )
 
+    def observe(self) -> Observed:
+        """Look at the bucket; see `Client.observe`."""
+        assert self._pin is not None
+        return GoogleLook(self._ask, self._name).all(self._pin)
+
+    def observe_place(self) -> Observed:
+        """Look where the bucket is; see `Client.observe_place`."""
+        assert self._pin is not None
+        return GoogleLook(self._ask, self._name).place(self._pin)
+
+    def look_public(self) -> Fact:
+        """Look for signs that the bucket is public; see `Client.look_public`."""
+        return GoogleLook(self._ask, self._name).public()
+
     def close(self) -> None:
         """Give connections back."""
         self._session.close()
+
+    def _ask(self, path: str, call: str, permission: str) -> Answer:
+        send = partial(self._request, "GET", self._bucket + path, stream=True)
+        return ask(send, f"{call}({self._name})", permission)
 
     def _send(self, method: str, url: str, parameters: dict[str, str], **more: Any) -> Any:
         """Send a request; return the reply to close, a success.
@@ -281,6 +317,8 @@ class GcsClient:
         return reply if reply.status_code == 308 else _succeeded(reply)  # noqa: PLR2004
 
     def _request(self, method: str, url: str, **more: Any) -> Any:
+        if self._pin is not None:  # an upload goes where a reply of the store says
+            self._pin.check(url, f"gs://{self._name}")
         return self._session.request(
             method, url, timeout=self._timeout, allow_redirects=False, **more
         )

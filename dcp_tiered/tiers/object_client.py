@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from dcp_tiered.errors import TieredError
+from dcp_tiered.format.residency import Fact, Observed
 from dcp_tiered.interfaces import ObjectInfo
 from dcp_tiered.tiers.http_errors import RefusedError
 from dcp_tiered.tiers.s3_body import BLOCK_BYTES, Window
@@ -74,6 +75,18 @@ class Client(Protocol):
 
     def page(self, prefix: str, delimiter: str, following: str | None) -> Page:
         """Return one page of the keys that begin with a prefix."""
+        ...
+
+    def observe(self) -> Observed:
+        """Look where the bucket is, whose it is, who can read it; with a pin only."""
+        ...
+
+    def observe_place(self) -> Observed:
+        """Look where the bucket is and whose it is; with a pin only."""
+        ...
+
+    def look_public(self) -> Fact:
+        """Look for signs that the bucket is public, with a request or two."""
         ...
 
     def close(self) -> None:

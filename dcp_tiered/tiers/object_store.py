@@ -21,6 +21,7 @@ from dcp_tiered.errors import (
     InvalidError,
     UnavailableError,
 )
+from dcp_tiered.format.residency import Fact, Observed
 from dcp_tiered.interfaces import ObjectInfo, Source
 from dcp_tiered.tiers.object_client import Body, Client, Place
 from dcp_tiered.tiers.s3_body import Window, damaged
@@ -173,6 +174,21 @@ class ObjectStoreTier:
         for page in self._pages("", "/"):
             yield from (name[cut:-1] for name in page.directories)
 
+    def observe(self) -> Observed:
+        """Look where the bucket is, whose it is, who can read it; with a pin only."""
+        seen: Observed = self._requests.call("look at the bucket", "", _observe)
+        return seen
+
+    def observe_place(self) -> Observed:
+        """Look where the bucket is and whose it is; with a pin only."""
+        seen: Observed = self._requests.call("look at the bucket", "", _observe_place)
+        return seen
+
+    def look_public(self) -> Fact:
+        """Look for signs that the bucket is public; without a pin only."""
+        fact: Fact = self._requests.call("look at the bucket", "", _look_public)
+        return fact
+
     def close(self) -> None:
         """Give connections back."""
         self._requests.close()
@@ -284,6 +300,18 @@ class ObjectStoreTier:
 
 def _read(key: str, start: int, buffer: memoryview, client: Client) -> int:
     return client.read_into(key, start, buffer)
+
+
+def _observe(client: Client) -> Observed:
+    return client.observe()
+
+
+def _observe_place(client: Client) -> Observed:
+    return client.observe_place()
+
+
+def _look_public(client: Client) -> Fact:
+    return client.look_public()
 
 
 def _page(prefix: str, delimiter: str, following: str | None, client: Client) -> Any:

@@ -13,8 +13,8 @@ from dcp_tiered.tiers.s3_requests import S3Requests
 ANYBODY = "anybody"
 """The service name of S3 asked without credentials."""
 _REGION = "x-amz-bucket-region"
-_DENIED = (401, 403)
-_SILENT = (408, 429, 500, 502, 503, 504)
+DENIED_STATUS = (401, 403)
+SILENT_STATUS = (408, 429, 500, 502, 503, 504)
 
 
 class Kind(Enum):
@@ -124,9 +124,9 @@ class Asker:
             status = int(exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
             text = f"answered {status} {code}"
             kind = Kind.REFUSED
-            if status in _DENIED:
+            if status in DENIED_STATUS:
                 kind = Kind.DENIED
-            elif status in _SILENT:
+            elif status in SILENT_STATUS:
                 kind = Kind.SILENT
         elif isinstance(exc, ResidencyError):
             # botocore was about to follow the store into another region; the guard stopped it.

@@ -12,10 +12,16 @@ NOW = datetime(2026, 11, 30, tzinfo=UTC)
 TARGETS = ["s3://ckpt", "s3://other"]
 ACCOUNTS = ["123456789012", "999999999999"]
 PLACES = ["eu-central-1", "eu-west-2", "us-east-2"]
+LOCATED = ["gcs", "azure"]
+REDUNDANCIES = ["Standard_ZRS", "Standard_GRS"]
 VALUES = st.sampled_from(
-    [f"{kind}:{place}" for kind in ("aws", "s3compat") for place in PLACES]
+    [f"{kind}:{place}" for kind in ("aws", "s3compat", *LOCATED) for place in PLACES]
     + [f"{key}aws:{place}/{a}" for key in ("", "key ") for place in PLACES for a in ACCOUNTS]
-    + ["r2:eu", "r2:fedramp"]
+    + [f"{kind}:{place}/{a}" for kind in LOCATED for place in PLACES for a in ACCOUNTS]
+    + [f"redundancy {kind}" for kind in REDUNDANCIES]
+    + ["vault mine.vault.azure.net", "vault theirs.vault.azure.net"]
+    + [f"https://{name}.blob.core.windows.net" for name in ("mine", "theirs")]
+    + ["https://mine.blob.core.windows.net.example", "r2:eu", "r2:fedramp"]
     + [*ACCOUNTS, "key of the store", "https://s3.example", "site_id=fra", "site_id=muc"]
 )
 FACT = st.builds(
@@ -29,7 +35,7 @@ FACT = st.builds(
 OBSERVED = st.builds(
     Observed,
     target=st.sampled_from(TARGETS),
-    provider=st.sampled_from([*REQUIRED, "gcs"]),
+    provider=st.sampled_from([*REQUIRED, "gdrive"]),
     facts=st.lists(FACT, max_size=10).map(tuple),
 )
 RULE = st.builds(
@@ -43,6 +49,9 @@ RULE = st.builds(
     endpoint=st.none() | st.just("https://s3.example"),
     jurisdiction=st.none() | st.just("eu"),
     site_id=st.none() | st.just("fra"),
+    account=st.none() | st.just("mine"),
+    redundancy=st.lists(st.sampled_from(REDUNDANCIES), max_size=1).map(tuple),
+    key_vaults=st.lists(st.just("mine.vault.azure.net"), max_size=1).map(tuple),
 )
 ATTESTATION = st.builds(
     Attestation,
@@ -80,6 +89,22 @@ def may_hold_a_replica(policy: Policy, value: str, verdict: Verdict) -> bool:
     return False
 
 
+def may_be_in_a_cloud(rules: list[Rule], fact: Fact, value: str) -> bool:
+    """Say in other words than the code what a value of Google or Azure has to be."""
+    kind, _, said = value.partition(" ")
+    if fact.name == "location":
+        return value in {f"{rule.provider}:{place}" for rule in rules for place in rule.regions}
+    if fact.name == "endpoint" and rules[0].provider == "azure":
+        owned = [f"https://{rule.account or 'theirs'}." for rule in rules]
+        named = value in {rule.endpoint for rule in rules}
+        return named or (value.startswith(("https://mine.", *owned)) and value.endswith(".net"))
+    if fact.name == "replication" and kind == "redundancy":
+        return any(said in (rule.redundancy or REDUNDANCIES) for rule in rules)
+    if fact.name == "encryption" and kind == "vault":
+        return any(said in rule.key_vaults for rule in rules)
+    return True
+
+
 @given(st.sampled_from(["", "key "]), st.sampled_from(PLACES), st.sampled_from(ACCOUNTS))
 def test_a_replica_is_allowed_where_and_with_whom_a_rule_says(kind, place, account):
     rule = Rule(id="r", provider="aws", regions=("eu-central-1",), owner=ACCOUNTS[0])
@@ -115,7 +140,9 @@ def test_nothing_denied_or_unknown_is_allowed(policy, seen, attestations):
                 assert value.removeprefix("aws:") in {r for rule in rules for r in rule.regions}
             if fact.name == "location" and seen.provider == "r2":
                 assert value in {f"r2:{place}" for rule in rules for place in places_of(rule)}
-            if fact.name == "replication":
+            if seen.provider in LOCATED:
+                assert may_be_in_a_cloud(rules, fact, value)
+            if fact.name == "replication" and not value.startswith("redundancy "):
                 assert may_hold_a_replica(policy, value, fact.verdict)
             if fact.name == "owner" and seen.provider == "aws" and all(r.owner for r in rules):
                 assert value in {rule.owner for rule in rules}
@@ -127,6 +154,39 @@ def test_one_more_bad_fact_never_helps(policy, seen, attestations, fact):
     have = {one.name for one in seen.facts}
     if fact.name in have and decide(policy, more, attestations, NOW).allowed:
         assert decide(policy, seen, attestations, NOW).allowed
+
+
+MINE, OURS = "https://mine.blob.core.windows.net", ("azure:eu-central-1", "azure:eu-west-2")
+
+
+@given(
+    st.lists(st.sampled_from(PLACES), min_size=1, max_size=3, unique=True),
+    st.lists(st.sampled_from(REDUNDANCIES), max_size=2, unique=True),
+    st.sampled_from(REDUNDANCIES),
+    st.booleans(),
+)
+def test_a_second_place_of_azure_needs_a_name_as_well(places, redundancy, kind, has_second):
+    rule = Rule(
+        id="r",
+        provider="azure",
+        regions=tuple(places),
+        owner=ACCOUNTS[0],
+        redundancy=tuple(redundancy),
+    )
+    copies = (f"redundancy {kind}", *([f"{OURS[1]}/{ACCOUNTS[0]}"] if has_second else ()))
+    facts = {"location": OURS[:1], "owner": ACCOUNTS[:1], "not_public": (), "replication": copies}
+    facts |= {"encryption": ("key of the store",), "endpoint": (MINE,), "tls": ()}
+    seen = Observed(
+        target="az://mine/ckpt",
+        provider="azure",
+        facts=tuple(
+            Fact(name=name, verdict=Verdict.ALLOW, evidence="seen", values=tuple(values))
+            for name, values in facts.items()
+        ),
+    )
+    expected = PLACES[0] in places and kind in (redundancy or REDUNDANCIES)
+    expected = expected and (PLACES[1] in places or not has_second)
+    assert decide(Policy(allow=(rule,)), seen, (), NOW).allowed is expected
 
 
 GOOD = {

@@ -157,26 +157,32 @@ class Amazon:
 
     def __enter__(self) -> Self:
         command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=amazon"
-        names = ",".join(
-            f"DNS:{star}{service}.{region}.amazonaws.com"
-            for region in ("eu-central-1", "eu-west-1", "us-east-2")
-            for service in ("s3", "s3-control")
-            for star in ("", "*.")
-        )
-        names += "".join(
-            f",DNS:{R2_ACCOUNT}.{part}r2.cloudflarestorage.com" for part in ("", "eu.")
-        )
-        command += f" -keyout {self._key} -out {self.ca} -addext subjectAltName={names}"
+        command += f" -keyout {self._key} -out {self.ca} -addext subjectAltName={self._names()}"
         subprocess.run(command.split(), check=True, capture_output=True)
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.load_cert_chain(self.ca, self._key)
-        handler = type("Handler", (_Handler,), {"amazon": self})
+        handler = type("Handler", (self._handler(),), {"amazon": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         self._server.handle_error = lambda *_: None
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
         return self
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        return _Handler
+
+    def _names(self) -> str:
+        """Return the names in its certificate."""
+        names = ",".join(
+            f"DNS:{star}{service}.{region}.amazonaws.com"
+            for region in ("eu-central-1", "eu-west-1", "us-east-2")
+            for service in ("s3", "s3-control")
+            for star in ("", "*.")
+        )
+        return names + "".join(
+            f",DNS:{R2_ACCOUNT}.{part}r2.cloudflarestorage.com" for part in ("", "eu.")
+        )
 
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
@@ -211,6 +217,7 @@ class Amazon:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # head and body of a reply are two packets
     amazon: Amazon
 
     def log_message(self, *_: object) -> None:
@@ -359,7 +366,9 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in (headers or {}).items():
             if value and name.lower() not in ("content-length", "connection", "transfer-encoding"):
                 self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
+        said = {name.lower(): value for name, value in (headers or {}).items()}
+        length = said.get("content-length") if self.command == "HEAD" else None
+        self.send_header("Content-Length", length or str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

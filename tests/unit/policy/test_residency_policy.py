@@ -271,7 +271,7 @@ def test_a_toml_file():
         ('jurisdictions = ["EU"]', 'regions = ["eu-*"]', "allow[0].regions", 5),
         ('by = "alice"\n', "", "attestations[0].by", 12),
         ("[[attestations]]", "[[attestation]]", "attestation", 1),
-        ('provider = "aws"', 'provider = "gcs"', "allow[0].provider", 4),
+        ('provider = "aws"', 'provider = "gdrive"', "allow[0].provider", 4),
         ("ttl_s = 60", "ttl_s =", "line 1", 1),
     ],
 )
