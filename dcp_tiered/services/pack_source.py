@@ -25,6 +25,7 @@ from dcp_tiered.format.shardfile import (
 )
 
 _CHECK_BYTES = 8 << 20
+_AHEAD_BYTES = 4 << 20
 _DAMAGED_HINT = (
     "This save cannot become durable: look at 'dmesg' for the device, and save again under another"
     " checkpoint_id."
@@ -102,6 +103,11 @@ class PackSource:
         path = str(self._directory / self._shards[number].name)
         try:
             data = os.pread(self._fds[number], length, at)
+            # Several parts are read at once through one descriptor, which makes the kernel give up
+            # reading ahead by itself.
+            os.posix_fadvise(
+                self._fds[number], at + len(data), _AHEAD_BYTES, os.POSIX_FADV_WILLNEED
+            )
         except OSError as exc:
             raise from_os_error(exc, "local", path, "read a shard file") from exc
         if not data:
