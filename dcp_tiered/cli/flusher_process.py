@@ -73,7 +73,7 @@ def _flush(order: "Order", ending: Ending) -> None:
             asked = lock.asked_to_hand_over()
             if ending.is_asked() and not asked:
                 _drain(order, lock, ending, out, flusher.residency)
-        file.write()
+            file.write()  # under the lock: the next one has a file of its own
         # A save that sealed its files while we still held the lock did not start another flusher:
         # it counted on us. So look once more after the lock is free.
         if ending.is_asked() or asked or not flusher.has_work():

@@ -5,10 +5,9 @@ Three or four nodes, each with a local root, a rank and a flusher process of its
 
 import os
 import random
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -235,9 +234,7 @@ def test_flushers_are_killed_and_a_node_is_cut_off(s3_run: Run, tmp_path: Path) 
                 proxy.clear()
             time.sleep(rng.uniform(0.1, 0.9))
             for node in rng.sample(nodes, 2):
-                for pid in flusher_pids(Path(node["local"])):
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                end_flushers(Path(node["local"]))
             Eyes(s3_run).check()
         proxy.clear()
         for node in nodes:
