@@ -46,8 +46,7 @@ class NoPolicy:
             self._refused = now, error
             raise error
         if fact is not None:
-            _log.log(
-                logging.INFO if fact.verdict is Verdict.ALLOW else logging.WARNING,
+            _log.warning(
                 "no residency policy: where the durable tier lies and where it is replicated to is"
                 " not looked at; whether it is public: %s",
                 fact.evidence,

@@ -10,16 +10,17 @@ import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from awscrt.checksums import combine_crc32c, crc32c
 
-from dcp_tiered.errors import AbsentError, AlreadyExistsError, CorruptError
+from dcp_tiered.errors import AbsentError, AlreadyExistsError, CorruptError, UnavailableError
 from dcp_tiered.format.shardfile import PAGE_BYTES, item_crc
 from dcp_tiered.interfaces import Engine, ObjectInfo, Source, StagedFile
 from dcp_tiered.syscalls import file_system_type
-from dcp_tiered.tiers.posix import PosixTier
+from dcp_tiered.tiers.posix import PosixTier, StagedPath
 from dcp_tiered.tiers.stored_crc import need_ours
 
 _log = logging.getLogger(__name__)
@@ -53,10 +54,33 @@ class MountedTier(PosixTier):
         self._engine_for = engine_for
         self._engine: Engine | None = None
         self._stripes = stripes
+        self._device: int | None = None
+        """Of the file system that was mounted when this process first wrote."""
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave the engine's buffers behind."""
-        return {**self.__dict__, "_engine": None}
+        """Leave behind the engine's buffers, and what is so on this node only."""
+        return {**self.__dict__, "_engine": None, "_device": None}
+
+    @contextmanager
+    def create(self, key: str) -> Iterator[StagedPath]:
+        """Open a staged file on the mount that earlier ones are on; see `LocalTier.create`.
+
+        Raises:
+            UnavailableError: Another file system is mounted there now, or none.
+        """
+        with self._errors(self.base, "look at the mount"):
+            device = self.base.stat().st_dev
+        if self._device is None:
+            self._device = device
+        if device != self._device:
+            raise UnavailableError(
+                "another file system is mounted there than before, so nothing is written to it",
+                self.name,
+                str(self.base),
+                "Mount the one that has the run's packs; the flusher goes on by itself.",
+            )
+        with super().create(key) as staged:
+            yield staged
 
     def upload(self, key: str, source: Source) -> ObjectInfo:
         """Create a large object durably; see `DurableTier.upload`."""

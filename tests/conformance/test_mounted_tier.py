@@ -2,11 +2,13 @@
 
 import errno
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dcp_tiered import UnavailableError
 from dcp_tiered.engines.buffered import BufferedEngine
 from dcp_tiered.interfaces import Engine
 from dcp_tiered.tiers.mounted import MountedTier
@@ -83,3 +85,23 @@ class TestMountedTierWithoutTmpfile(TestMountedTier):
             return real(path, flags, *args, **kwargs)
 
         monkeypatch.setattr(os, "open", refusing)
+
+
+def test_nothing_is_written_to_another_mount_than_before(tmp_path: Path) -> None:
+    """A record on the disk below a mount that went away would name packs that are not there."""
+    if os.geteuid():
+        pytest.skip("only root can mount a disk")
+    base = tmp_path / "lustre"
+    base.mkdir()
+    tier = MountedTier(base / "run", base, best_engine, 8)
+    tier.put("a/manifest.json", b"{}")
+    subprocess.run(["mount", "-t", "tmpfs", "none", base], check=True)
+    try:
+        with pytest.raises(UnavailableError, match="another file system") as raised:
+            tier.put("a/record-1.json", b"{}")
+        assert raised.value.hint
+        assert list(base.rglob("*")) == []
+    finally:
+        subprocess.run(["umount", base], check=True)
+    tier.put("a/record-1.json", b"{}")
+    assert (base / "run/a/record-1.json").read_bytes() == b"{}"
