@@ -88,13 +88,14 @@ class Limits:
     store_check_s: float = 2.0
     """How long a save asks the durable tier whether the id is taken before it goes on without."""
     request_timeout_s: float = 20.0
-    """Longest silence of the store within one request."""
+    """Longest silence of the store within one request, and of an upload that others wait for."""
     request_retry_s: float = 60.0
     """How long one request is tried again before the error is reported."""
     flush_retry_s_max: float = 30.0
     """Longest pause between two tries to flush a checkpoint while its store fails."""
     flush_deadline_s: float | None = None
-    """After this time without a commit status says `late`; the flusher goes on. None: never."""
+    """After this time without a commit status says `late`; the flusher goes on with it, and others
+    wait for it no longer. None: never."""
     linger_s: float = 10.0
     """How long shard files of a checkpoint that this node did not publish wait for others."""
     idle_exit_s: float = 30.0

@@ -76,6 +76,10 @@ PENDING = Metric(
 PENDING_AGE = Metric(
     "dcp_tiered_pending_seconds_max", "How long the flusher knows of the oldest of them"
 )
+HELD_UP = Metric(
+    "dcp_tiered_held_up_checkpoints",
+    "Checkpoints whose upload has been silent, so that others begin",
+)
 LATE = Metric(
     "dcp_tiered_late_checkpoints", "Checkpoints that are not durable after `flush_deadline_s`"
 )

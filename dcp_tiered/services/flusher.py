@@ -23,6 +23,7 @@ from dcp_tiered.errors import (
     UnavailableError,
 )
 from dcp_tiered.format.manifest import Head
+from dcp_tiered.format.pack import Pack
 from dcp_tiered.format.records import Commit, Record
 from dcp_tiered.interfaces import DurableTier, LocalTier
 from dcp_tiered.metrics import Sample
@@ -30,6 +31,7 @@ from dcp_tiered.policy import takeover
 from dcp_tiered.services import superseded_notes
 from dcp_tiered.services.catalog import Catalog, Published
 from dcp_tiered.services.claim import Claim
+from dcp_tiered.services.lanes import HeldUpError, Lanes
 from dcp_tiered.services.local_changes import LocalChanges
 from dcp_tiered.services.local_space import LocalSpace
 from dcp_tiered.services.no_policy import NoPolicy
@@ -49,6 +51,8 @@ _OTHERS_PAUSE_S = (0.25, 60.0)
 """Shortest and longest pause between two looks for packs or for a commit of other nodes."""
 _WANTED_PAUSE_S = 1.0
 """The same where a save on this node waits for room."""
+_HELD_UP_PAUSE_S = 1.0
+"""Pause between two looks for the end of an upload that others do not wait for."""
 _SETTLE_S = 2.0
 """How long a record has to stand before it is believed, in a store that replaces what is there."""
 _OTHERS_PAUSE_SHARE = 0.25
@@ -136,8 +140,15 @@ class Flusher:
             self._catalog, local, self._packs, node, limits, stop, compression
         )
         self._superseding = Superseding(self._catalog, local, limits)
+        self._lanes = Lanes(limits.request_timeout_s)
         self._unpublished = UnpublishedShards(
-            self._catalog, self._own_packs, local, limits, self._reports, self._space.is_wanted
+            self._catalog,
+            self._own_packs,
+            self._lanes,
+            local,
+            limits,
+            self._reports,
+            self._space.is_wanted,
         )
 
     def run(self, idle_exit_s: float, after_step: Callable[[], None]) -> None:
@@ -180,7 +191,8 @@ class Flusher:
         for checkpoint_id in work:
             if self._stop():
                 return True
-            if not self._open[checkpoint_id].is_due(wanted=wanted):
+            state = self._open[checkpoint_id]
+            if not state.is_due(wanted=wanted) or self._is_held_up(checkpoint_id, state):
                 continue
             if not self._try(checkpoint_id):
                 break
@@ -192,17 +204,26 @@ class Flusher:
 
     def _tell_overdue(self, work: list[str]) -> None:
         """Say once of each checkpoint that it should have been durable by now."""
-        deadline_s = self._limits.flush_deadline_s
-        for checkpoint_id in work if deadline_s is not None else ():
+        for checkpoint_id in work:
             state = self._open[checkpoint_id]
-            if not state.overdue and time.time() - state.sequence / 1e9 > (deadline_s or 0):
+            if not state.overdue and self._is_overdue(state):
                 state.overdue = True
                 self._report(checkpoint_id, state, "waiting")
                 _log.error(
                     "late: %s is not durable %g s after it was published; trying on",
                     checkpoint_id,
-                    deadline_s,
+                    self._limits.flush_deadline_s,
                 )
+
+    def _is_overdue(self, state: _Open) -> bool:
+        deadline_s = self._limits.flush_deadline_s
+        return deadline_s is not None and time.time() - state.sequence / 1e9 > deadline_s
+
+    def _is_held_up(self, checkpoint_id: str, state: _Open) -> bool:
+        """Tell whether an upload goes on that others are not to wait for."""
+        given_up = superseded_notes.is_given_up(self._local, checkpoint_id, state.attempt)
+        is_late = partial(self._is_overdue, state)
+        return not given_up and self._lanes.is_held_up(checkpoint_id, is_late)
 
     def samples(self) -> Iterator[Sample]:
         """Yield the metrics of this process."""
@@ -210,6 +231,7 @@ class Flusher:
         yield metrics.COMMITS, {}, self._commits
         yield metrics.PENDING, {}, len(waiting)
         yield metrics.PENDING_AGE, {}, time.monotonic() - min(waiting, default=time.monotonic())
+        yield metrics.HELD_UP, {}, self._lanes.held_up()
         yield from self._space.samples()
 
     def has_work(self) -> bool:
@@ -297,6 +319,10 @@ class Flusher:
             self._retry_few(checkpoint_id, state, exc, "damaged")
         except ResidencyError as exc:
             self._retry(checkpoint_id, state, exc, "held_residency", fixable=True)
+        except HeldUpError as exc:
+            state.error, state.failed_at = exc, state.tried_at
+            state.not_before = time.monotonic() + _HELD_UP_PAUSE_S
+            self._report(checkpoint_id, state, "uploading", self._reports.bytes_of(checkpoint_id))
         except TieredError as exc:
             self._retry(checkpoint_id, state, exc, "failed", fixable=isinstance(exc, InvalidError))
             return not isinstance(exc, UnavailableError)
@@ -472,12 +498,21 @@ class Flusher:
             for shard in head.shards
             if shard.name in present  # whichever id this node had when it sealed them
         ]
-        packs = self._own_packs.upload(
-            head.checkpoint_id,
-            rows,
-            lambda done: self._report(head.checkpoint_id, state, "uploading", done),
-            lambda: self._check_wanted(head),
-        )
+
+        def upload(moved: Callable[[], None]) -> dict[str, Pack]:
+            def check() -> None:
+                moved()
+                self._check_wanted(head)
+
+            return self._own_packs.upload(
+                head.checkpoint_id,
+                rows,
+                lambda done: self._report(head.checkpoint_id, state, "uploading", done),
+                check,
+            )
+
+        is_late = partial(self._is_overdue, state)
+        packs = self._lanes.run(head.checkpoint_id, head.attempt, upload, is_late)
         evidence = partial(self.residency.require, fresh=True)
         claim = Claim(self._packs, published, self._node, evidence)
         claim.add(packs)

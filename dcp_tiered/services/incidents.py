@@ -54,6 +54,7 @@ class KeyJournal:
         self._local, self._url = local, url
         self._path = local.root / layout.JOURNAL_FILE
         self._now = read_journal(local.root)
+        self._sending: set[str] = set()
 
     @property
     def is_full(self) -> bool:
@@ -72,27 +73,37 @@ class KeyJournal:
 
     def add(self, key: str) -> None:
         """Note a key, before its first byte leaves."""
+        self._sending.add(key)
         row = {"key": key, "at": _utc()}
         self._now.keys.append(row)
         self._append(row)
 
+    def sent(self, key: str) -> None:
+        """Note that nothing more of it leaves."""
+        self._sending.discard(key)
+
     def good(self, at: str) -> None:
-        """Forget all keys: the target is allowed, at a time after they were written."""
+        """Forget the keys: the target is allowed, at a time after they were written.
+
+        What is being written still may go on when the target has changed again: its keys stay.
+        """
         if self.stands:
             _log.warning("residency: the target of %s is allowed again", self._url)
-        self._now = Journal(good_at=at)
+        keys = [row for row in self._now.keys if row["key"] in self._sending]
+        self._now = Journal(good_at=at, keys=keys)
         with run_directory.no_save_uploads(self._local) as alone:
             if alone:
                 self._begin_anew(at)
             else:
-                # What a save is writing through now may leave after this look: its keys stay.
+                # What a save is writing through now may leave after this look, too.
                 self._append({"good": at})
 
     def _begin_anew(self, at: str) -> None:
         temporary = self._path.with_suffix(".tmp")
         try:
             temporary.touch(mode=_PRIVATE)
-            temporary.write_text(_line({"good": at}), encoding="utf-8")
+            lines = [_line({"good": at}), *map(_line, self._now.keys)]
+            temporary.write_text("".join(lines), encoding="utf-8")
             temporary.replace(self._path)
         except OSError as exc:
             # What stays in the file is listed once too often.
@@ -167,6 +178,9 @@ class KeyNotes:
     def add(self, key: str) -> None:
         """Note a key, before its first byte leaves."""
         _append(self._path, {"key": key, "at": _utc()})
+
+    def sent(self, key: str) -> None:
+        """Note nothing: the flusher knows what a save writes by the save's lock."""
 
     def good(self, at: str) -> None:
         """Leave the journal as it is: the flusher may have noted what is on its way."""

@@ -56,6 +56,9 @@ class NoPolicy:
     def note(self, key: str) -> None:
         """Note nothing: no look would ever say whether it was right to write there."""
 
+    def sent(self, key: str) -> None:
+        """Note nothing."""
+
     def admit(self, policy_sha256: str | None) -> None:
         """Pass for checkpoints that were saved without a policy; see `Guard.admit`."""
         if policy_sha256 is not None:

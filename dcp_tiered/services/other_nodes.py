@@ -22,6 +22,7 @@ from dcp_tiered.format.shardfile import Header
 from dcp_tiered.interfaces import LocalTier
 from dcp_tiered.services import shard_headers
 from dcp_tiered.services.catalog import Catalog
+from dcp_tiered.services.lanes import HeldUpError, Lanes
 from dcp_tiered.services.local_changes import LocalChanges
 from dcp_tiered.services.own_packs import OwnPacks
 from dcp_tiered.services.progress import Report, ReportFile, describe_error
@@ -60,6 +61,7 @@ class UnpublishedShards:
         self,
         catalog: Catalog,
         own_packs: OwnPacks,
+        lanes: Lanes,
         local: LocalTier,
         limits: Limits,
         reports: ReportFile,
@@ -67,6 +69,7 @@ class UnpublishedShards:
     ) -> None:
         self._catalog = catalog
         self._own_packs = own_packs
+        self._lanes = lanes
         self._local = local
         self._limits = limits
         self._reports = reports
@@ -99,9 +102,14 @@ class UnpublishedShards:
             soon = wanted and waiting.error is None and looked_s >= _LOOK_S
             if time.monotonic() < waiting.not_before and not soon:
                 continue
+            if self._lanes.is_held_up(checkpoint_id):
+                continue
             waiting.tried_at = time.time()
             try:
                 self._advance(checkpoint_id, waiting)
+            except HeldUpError as exc:
+                waiting.error, waiting.not_before = exc, time.monotonic() + _LOOK_S
+                self._report(checkpoint_id, waiting, "uploading", exc)
             except TieredError as exc:
                 self._failed(checkpoint_id, waiting, exc)
             except Exception as exc:  # noqa: BLE001 - logged and reported
@@ -247,7 +255,12 @@ class UnpublishedShards:
                 self._adopt_manifest(checkpoint_id, waiting)
 
         rows = [shard_headers.row(self._local, checkpoint_id, name) for name in waiting.names]
-        self._own_packs.upload(checkpoint_id, rows, uploaded, _go_on)
+        # Whether these are wanted is not known before their manifest is: so nothing is checked.
+        self._lanes.run(
+            checkpoint_id,
+            " ".join(sorted(waiting.names)),
+            lambda moved: self._own_packs.upload(checkpoint_id, rows, uploaded, moved),
+        )
 
     def _note_commit(self, checkpoint_id: str, waiting: _Waiting) -> bool:
         """Copy the commit that names these shard files and its manifest, once they are there."""
@@ -281,10 +294,6 @@ class UnpublishedShards:
                 self._catalog.adopt(commit.checkpoint_id, self._catalog.manifest_of(commit))
         except TieredError as exc:
             _log.warning("no copy of the manifest of %s here: %s", commit.checkpoint_id, exc)
-
-
-def _go_on() -> None:
-    """Check nothing: whether these are wanted is not known before their manifest is."""
 
 
 def _is_single_node(header: Header) -> bool:

@@ -1,6 +1,7 @@
 """One pack on its way to the durable tier: as it is, or compressed where that is wanted."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
@@ -24,7 +25,7 @@ _KNOWN = tuple(field.name for field in fields(Measured))
 
 
 class PackUpload:
-    """Uploads packs and decides which are compressed.
+    """Uploads packs and decides which are compressed; used by the threads of several checkpoints.
 
     Args:
         local: The run's directory.
@@ -47,6 +48,7 @@ class PackUpload:
         self._limits = limits
         self._stop = stop
         self._mode = mode
+        self._lock = threading.Lock()
         self._measured = _read(local) if mode == "auto" else Measured()
 
     def upload(self, checkpoint_id: str, plan: Pack, check: Callable[[], None]) -> Pack:
@@ -113,14 +115,17 @@ class PackUpload:
 
         There may be one flusher per checkpoint, which ends when that is durable.
         """
-        self._measured = replace(self._measured, **changes)
-        if self._mode == "auto":
-            try:
-                catalog.replace(
-                    self._local, layout.MEASURED_FILE, canonical_json(asdict(self._measured))
-                )
-            except TieredError as exc:
-                _log.warning("cannot note how fast the link is: %s", exc)
+        with self._lock:
+            self._measured = replace(self._measured, **changes)
+            if self._mode == "auto":
+                self._write()
+
+    def _write(self) -> None:
+        try:
+            data = canonical_json(asdict(self._measured))
+            catalog.replace(self._local, layout.MEASURED_FILE, data)
+        except TieredError as exc:
+            _log.warning("cannot note how fast the link is: %s", exc)
 
 
 def _read(local: LocalTier) -> Measured:

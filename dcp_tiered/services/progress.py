@@ -7,6 +7,7 @@ lies on disk: shard files, published manifests, copies of records, and the flush
 import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -99,16 +100,24 @@ class ReportFile:
 
     run_path: Path
     reports: dict[str, Report] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def set(self, report: Report) -> None:
         """Keep the newest report about an id and write all of them."""
-        self.reports[report.checkpoint_id] = report
-        self.write()
+        with self._lock:
+            self.reports[report.checkpoint_id] = report
+            self.write()
+
+    def bytes_of(self, checkpoint_id: str) -> int:
+        """Return how many bytes of an id are known to be there already."""
+        report = self.reports.get(checkpoint_id)
+        return report.bytes_done if report else 0
 
     def drop(self, checkpoint_id: str) -> None:
         """Forget an id that needs nothing any more."""
-        if self.reports.pop(checkpoint_id, None) is not None:
-            self.write()
+        with self._lock:
+            if self.reports.pop(checkpoint_id, None) is not None:
+                self.write()
 
     def fail(self, error: TieredError) -> None:
         """Tell why the flusher as a whole cannot work; what it said about each id stays."""
@@ -125,7 +134,7 @@ class ReportFile:
             "failure": failure,
             "reports": [asdict(report) for report in self.reports.values()],
         }
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             temporary.touch(mode=_PRIVATE)
             temporary.write_text(json.dumps(data), encoding="utf-8")
             temporary.replace(path)

@@ -54,6 +54,10 @@ class Guard(Residency, Protocol):
         """Note what is about to be written, for an incident that may be found later."""
         ...
 
+    def sent(self, key: str) -> None:
+        """Note that nothing more of it leaves: what was noted counts until the next look."""
+        ...
+
     def admit(self, policy_sha256: str | None) -> None:
         """Pass when a checkpoint was saved under the policy that this node's flusher is held to.
 
@@ -144,6 +148,12 @@ class PolicyCheck:
         with self._lock:
             if self._journal is not None:
                 self._journal.add(key)
+
+    def sent(self, key: str) -> None:
+        """Note that nothing more of it leaves; see `Guard.sent`."""
+        with self._lock:
+            if self._journal is not None:
+                self._journal.sent(key)
 
     def admit(self, policy_sha256: str | None) -> None:
         """Pass for a checkpoint that was saved under this policy; see `Guard.admit`.

@@ -1,6 +1,7 @@
 """The durable tier under residency: asked before each write or read, then written or read."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from dcp_tiered.interfaces import DurableTier, ObjectInfo, Source
 from dcp_tiered.services.residency import Guard, Residency
@@ -21,15 +22,22 @@ class ResidentTier(WrappedTier):
 
     def put(self, key: str, data: bytes) -> None:
         """Create a small object; see `Tier.put`."""
-        self._residency.require()
-        self._residency.note(key)
-        super().put(key, data)
+        with self._writing(key):
+            super().put(key, data)
 
     def upload(self, key: str, source: Source) -> ObjectInfo:
         """Create a large object; see `DurableTier.upload`."""
+        with self._writing(key):
+            return super().upload(key, source)
+
+    @contextmanager
+    def _writing(self, key: str) -> Iterator[None]:
         self._residency.require()
         self._residency.note(key)
-        return super().upload(key, source)
+        try:
+            yield
+        finally:
+            self._residency.sent(key)
 
 
 class ReadFromResident(WrappedTier):

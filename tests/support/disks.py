@@ -32,6 +32,15 @@ class Disk:
     def make_read_only(self) -> None:
         _run("mount", "-o", "remount,ro", self.path)
 
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Let every write hang, as when the target behind it does not answer."""
+        _run("fsfreeze", "--freeze", self.path)
+        try:
+            yield
+        finally:
+            _run("fsfreeze", "--unfreeze", self.path)
+
 
 @contextmanager
 def small_disk(directory: Path, megabytes: int) -> Iterator[Disk]:

@@ -117,6 +117,36 @@ def test_a_good_look_forgets_no_key_of_a_save_that_uploads(place, local):
         assert violation(local) is None
 
 
+def test_a_good_look_forgets_no_key_of_an_upload_that_goes_on(place, local, tmp_path):
+    """Another checkpoint's commit looks meanwhile; the rest of the upload leaves after that."""
+    check = place.check(local)
+    durable = store(tmp_path)
+
+    class Slow:
+        name, url = durable.name, durable.url
+
+        def put(self, key, data):
+            check.require(fresh=True)
+            durable.put(key, data)
+
+    ResidentTier(durable, check).put("a/before", b"x")
+    ResidentTier(Slow(), check).put("a/slow", b"x")
+    place.verdicts["not_public"] = "DENY"
+    with pytest.raises(ResidencyError):
+        place.check(local).require(fresh=True)  # another flusher has only the journal
+    with pytest.raises(ResidencyError):
+        check.require(fresh=True)
+    (incident, same) = told(local)
+    assert keys(incident) == keys(same) == ["a/slow"]
+    place.verdicts["not_public"] = "ALLOW"
+    place.at += 10
+    check.require(fresh=True)
+    place.verdicts["not_public"] = "DENY"
+    with pytest.raises(ResidencyError):
+        check.require(fresh=True)
+    assert keys(told(local)[-1]) == [], "it was noted as being on its way for ever"
+
+
 def test_a_target_that_was_never_allowed_is_no_incident(place, local):
     place.verdicts["not_public"] = "DENY"
     with pytest.raises(ResidencyError):
@@ -239,6 +269,7 @@ def test_the_keys_are_bounded_by_one_more_look(place, local, monkeypatch):
     for number in range(KEYS_MAX + 1):
         check.require()
         check.note(f"a/{number}")
+        check.sent(f"a/{number}")
     assert place.looks == 2
     assert [row["key"] for row in incidents.read_journal(local).keys] == [f"a/{KEYS_MAX}"]
 
