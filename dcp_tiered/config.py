@@ -32,6 +32,7 @@ ON_FULL = ("block", "fail", "supersede")
 ON_LOCAL_FULL = ("fail", "write_through")
 ON_VIOLATION = ("hold", "fail_save")
 COMPRESSIONS = ("off", "zstd", "auto")
+FLUSHERS = ("start", "external")
 ENGINES = ("auto", "direct", "buffered", "gds", "kvikio")
 FILE_PROTOCOLS = ("file", "local")
 S3_PROTOCOLS = ("s3", "s3a")
@@ -155,6 +156,8 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     compression: str = "off"
     """Of packs on their way to the durable tier, one of `COMPRESSIONS`."""
+    flusher: str = "start"
+    """Whether a save starts the node's flusher, one of `FLUSHERS`."""
     residency: Mapping[str, Any] | str | None = None
     """The residency policy as it was given, or the text of its file; parsed in `stack`."""
 
@@ -178,6 +181,7 @@ def settings(  # noqa: PLR0913 - all that a user may say, most of it by keyword
     residency: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     compression: str | None = None,
     on_violation: str | None = None,
+    flusher: str | None = None,
 ) -> Settings:
     """Build settings from what a user gave, what the URL says, and fsspec's configuration.
 
@@ -195,6 +199,7 @@ def settings(  # noqa: PLR0913 - all that a user may say, most of it by keyword
         on_violation: What a save does while the target is not allowed; else
             `options["tiered"]["on_violation"]`, else `hold`.
         compression: Of packs; else `options["tiered"]["compression"]`, else `off`.
+        flusher: Who starts it; else `options["tiered"]["flusher"]`, else `start`.
 
     Raises:
         InvalidError: The URL or an option cannot be right.
@@ -231,6 +236,7 @@ def settings(  # noqa: PLR0913 - all that a user may say, most of it by keyword
         on_local_full=through,
         on_violation=_choice("on_violation", on_violation, tiered, ON_VIOLATION),
         compression=_choice("compression", compression, tiered, COMPRESSIONS),
+        flusher=_choice("flusher", flusher, tiered, FLUSHERS),
         limits=_checked(limits or _limits(tiered.get("limits") or {})),
         residency=residency_source(tiered.get("residency") if residency is None else residency),
     )

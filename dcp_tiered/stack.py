@@ -58,7 +58,7 @@ class Stack:
     local: PosixTier | None
     durable: DurableTier | None
     catalog: Catalog
-    keeper: launcher.Keeper | None
+    keeper: launcher.Keeper | launcher.External | None
     """None for a run that has nothing to flush from or to."""
     policy: Policy | None
 
@@ -146,7 +146,9 @@ def build_reading(settings: Settings) -> Stack:
     return replace(built, durable=checked, catalog=Catalog(built.local, checked))
 
 
-def _keeper(settings: Settings, local: PosixTier) -> launcher.Keeper:
+def _keeper(settings: Settings, local: PosixTier) -> launcher.Keeper | launcher.External:
+    if settings.flusher == "external":
+        return launcher.External(FlusherLock(local.root), local.base)
     order = launcher.Order(
         run_path=str(local.root),
         base_path=str(local.base),

@@ -114,6 +114,8 @@ class TieredWriter(StorageWriter, AsyncStager):
             not allow the target: `hold` (default) saves, and nothing leaves; `fail_save` raises
             `ResidencyError` on all ranks until a look at the target is good again.
         compression: Of packs: `off` (default), `zstd`, or `auto`, which is for slow links only.
+        flusher: `start` (default) starts this node's flusher with this writer's options;
+            `external` leaves it to `dcp-tiered flush LOCAL --follow`, which has its own.
         **options: fsspec options by protocol, such as `s3={"endpoint_url": ...}`.
 
     Raises:
@@ -137,6 +139,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         residency: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         on_violation: str | None = None,
         compression: str | None = None,
+        flusher: str | None = None,
         **options: Mapping[str, Any],
     ) -> None:
         super().__init__()
@@ -152,6 +155,7 @@ class TieredWriter(StorageWriter, AsyncStager):
             residency=residency,
             on_violation=on_violation,
             compression=compression,
+            flusher=flusher,
         )
         self._overwrite = overwrite
         self._step = step

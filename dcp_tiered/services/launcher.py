@@ -181,6 +181,33 @@ class Keeper:
         _log.info("started a flusher for %s", self._order.url)
 
 
+class External:
+    """Sees that people are told where a run has no flusher, which others have to start.
+
+    Args:
+        lock: The run's flusher lock.
+        local: The local tier, for the message.
+    """
+
+    def __init__(self, lock: FlusherLock, local: Path) -> None:
+        self._lock, self._local = lock, local
+        self._said = False
+
+    def keep(self) -> None:
+        """Warn once when there is no flusher, and again when there is none any more."""
+        missing = self._lock.holder() is None
+        if missing and not self._said:
+            _log.warning(
+                "no flusher runs on this node, and flusher='external' starts none: what is saved"
+                " stays local until 'dcp-tiered flush %s --follow' runs",
+                self._local,
+            )
+        self._said = missing
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 def _watch(ref: weakref.ref[Keeper], closing: threading.Event) -> None:
     """Replace flushers that are killed, ever more slowly where one after the other is."""
     pause_s = _WATCH_S

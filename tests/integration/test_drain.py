@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_tiered import TieredReader, TieredWriter
+from dcp_tiered import TieredReader, TieredWriter, UnavailableError
 from examples.seaweed import SeaweedS3
 from tests.conftest import Run, flusher_pids
 from tests.integration.test_cli import NEEDS_NO_TORCH, cli, credentials
@@ -223,6 +223,38 @@ def test_a_sidecar_flushes_what_comes_until_sigterm(s3_run: Run) -> None:
         assert sidecar.returncode == 0, said
     assert sorted(eyes.check().commits) == ["a", "b", "c"]
     assert runs.load(s3_run.durable_only(), "c") == 3
+
+
+def test_a_trainer_without_rights_leaves_all_flushing_to_a_sidecar(
+    s3_run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no credentials at all, starts no flusher, and says while nobody flushes."""
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("FSSPEC_TIERED_FLUSHER", "external")
+    bare = {name: value for name, value in s3_run.options["s3"].items() if name == "endpoint_url"}
+    trainer = {**s3_run.arguments(), "s3": bare}
+    command = [sys.executable, "-c", NEEDS_NO_TORCH, "flush", str(s3_run.local), "--follow"]
+    with ExitStack() as cleaning:
+        writer = cleaning.enter_context(TieredWriter(**trainer))
+
+        def save(number: int) -> None:
+            name = f"step-{number}"
+            dcp.save(runs.state_of(number), checkpoint_id=name, storage_writer=writer)
+
+        save(1)
+        with pytest.raises(UnavailableError):
+            writer.wait("durable", "step-1", timeout_s=3)
+        assert flusher_pids(s3_run.local) == []
+        (warning,) = [r.getMessage() for r in caplog.records if "no flusher" in r.getMessage()]
+        assert f"dcp-tiered flush {s3_run.local} --follow" in warning
+        sidecar = subprocess.Popen(command, env={**os.environ, **env_of(s3_run)})
+        cleaning.callback(sidecar.wait)
+        cleaning.callback(sidecar.kill)
+        writer.wait("durable", "step-1", timeout_s=60)
+        save(2)
+        writer.wait("durable", "step-2", timeout_s=60)
+        assert flusher_pids(s3_run.local) == []
+    assert sorted(Eyes(s3_run).check().commits) == ["step-1", "step-2"]
 
 
 @pytest.mark.parametrize("text", ["", "110", "1h", "-5s", "0s", "2 m", "soon"])
