@@ -3,6 +3,7 @@
 A tier says what it sees, the policy says what that means; both speak in these values.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -36,7 +37,8 @@ _TEXT_CHARS_MAX = 4096
 _ROWS_MAX = 256
 _PROVIDERS = {"s3": "aws", "https": "s3compat", "http": "s3compat", "file": "posix"}
 _PROVIDERS |= {"gs": "gcs", "az": "azure"}
-"""By the scheme of a target."""
+"""By the scheme of a target; a jurisdiction of R2 has hosts of its own."""
+_R2 = re.compile(r"https://[0-9a-f]{32}\.[a-z]+\.r2\.cloudflarestorage\.com(/|$)")
 
 
 class Verdict(StrEnum):
@@ -158,7 +160,7 @@ def read_evidence(stored: Mapping[str, Any]) -> Evidence:
         CorruptError: It is not what `stored_fact` and a decision make.
     """
     target = text(stored, "target", _TEXT_CHARS_MAX)
-    provider = _PROVIDERS.get(target.partition("://")[0])
+    provider = "r2" if is_r2(target) else _PROVIDERS.get(target.partition("://")[0])
     if provider is None:
         raise CorruptError(f"target {shown(target)} is of no known kind")
     facts = tuple(_fact(_object(row)) for row in _some(stored, "facts"))
@@ -169,6 +171,16 @@ def read_evidence(stored: Mapping[str, Any]) -> Evidence:
         observed=Observed(target=target, provider=provider, facts=facts),
         vouched=tuple(_vouched(_object(row)) for row in _some(stored, "attestations")),
     )
+
+
+def r2_endpoint(account: str, jurisdiction: str) -> str:
+    """Return the only endpoint at which buckets of a jurisdiction of R2 answer."""
+    return f"https://{account}.{jurisdiction}.r2.cloudflarestorage.com"
+
+
+def is_r2(url: str) -> bool:
+    """Tell whether that is a jurisdiction's endpoint, or a bucket there."""
+    return _R2.match(url) is not None
 
 
 def _fact(row: Mapping[str, Any]) -> Fact:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from dcp_tiered.errors import InvalidError
 from dcp_tiered.format.columns import canonical_json
-from dcp_tiered.format.residency import FACTS
+from dcp_tiered.format.residency import FACTS, is_r2, r2_endpoint
 from dcp_tiered.policy.jurisdictions import JURISDICTIONS
 from dcp_tiered.policy.residency import REQUIRED, Attestation, Policy, Rule
 
@@ -276,17 +276,20 @@ class _Parser:
             raise self._bad(
                 f"{where}.endpoint", "is not of the form https://host or https://host:port"
             )
-        return f"{url.scheme}://{url.netloc}"
+        endpoint = f"{url.scheme}://{url.netloc}"
+        if is_r2(endpoint):
+            raise self._bad(f"{where}.endpoint", "is one of R2, for which provider is 'r2'")
+        return endpoint
 
     def _r2_host(self, row: Mapping[str, Any], where: str) -> str:
-        """Return the only host at which buckets of a jurisdiction answer."""
+        """Return the endpoint of a rule's jurisdiction and account."""
         jurisdiction, account = row.get("jurisdiction"), row.get("account")
         if jurisdiction not in _R2_JURISDICTIONS:
             listed = ", ".join(_R2_JURISDICTIONS)
             raise self._bad(f"{where}.jurisdiction", f"is not one of {listed}")
         if not isinstance(account, str) or not _R2_ACCOUNT.fullmatch(account):
             raise self._bad(f"{where}.account", "is not a text of 32 hex digits")
-        return f"https://{account}.{jurisdiction}.r2.cloudflarestorage.com"
+        return r2_endpoint(account, jurisdiction)
 
     def _regions(self, row: Mapping[str, Any], key: str, where: str) -> list[str]:
         regions = [text.strip().lower() for text in self._texts(row, key, where)]

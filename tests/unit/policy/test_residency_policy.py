@@ -1,12 +1,14 @@
 """Rules, attestations and the schema of a residency policy."""
 
+from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 
 import pytest
 
 from dcp_tiered.errors import InvalidError
-from dcp_tiered.format.residency import Fact, Observed, Verdict
+from dcp_tiered.format.residency import Fact, Observed, Verdict, read_evidence
 from dcp_tiered.policy.residency import decide
+from dcp_tiered.policy.residency_audit import judge_again
 from dcp_tiered.policy.residency_schema import parse
 
 NOW = datetime(2026, 11, 30, 12, tzinfo=UTC)
@@ -137,6 +139,25 @@ def test_r2_is_allowed_by_the_host_of_its_jurisdiction():
     assert not allowed(R2, r2_bucket({"location": "UNKNOWN"}, location=()))
     for host in (R2_HOST.replace(".eu.", "."), R2_HOST.replace("0123", "9999")):
         assert not allowed(R2, r2_bucket(endpoint=(host,)))
+
+
+def test_what_a_commit_keeps_of_r2_is_held_to_rules_for_r2_again():
+    policy = parse(R2)
+    decision = decide(policy, r2_bucket(), (), NOW)
+    evidence = read_evidence({**decision.stored(), "checked_at": NOW.isoformat()})
+    assert evidence.observed.provider == "r2"
+    assert judge_again(policy, evidence, NOW).allowed
+    assert not judge_again(parse(SHORT), evidence, NOW).allowed
+    elsewhere = r2_bucket(endpoint=("https://minio",))
+    assert not judge_again(policy, replace(evidence, observed=elsewhere), NOW).allowed
+
+
+def test_a_jurisdiction_of_r2_is_no_compatible_store():
+    rule = {"provider": "s3compat", "endpoint": R2_HOST, "regions": ["auto"], "owner": ACCOUNT}
+    with pytest.raises(InvalidError, match="provider is 'r2'"):
+        parse({"allow": [rule]})
+    for endpoint in (R2_HOST.replace(".eu.", "."), f"{R2_HOST}.example.org"):
+        assert parse({"allow": [{**rule, "endpoint": endpoint}]}).allow[0].endpoint == endpoint
 
 
 @pytest.mark.parametrize(
