@@ -182,8 +182,12 @@ class TieredWriter(StorageWriter, AsyncStager):
         """Make what belongs to one process."""
         self._thread = _ThreadState()
         self._stack = stack.build(self._settings)
-        limits = self._settings.limits
-        self._space = LocalSpace(self._stack.catalog, self._stack.need_local(), limits)
+        self._space = LocalSpace(
+            self._stack.catalog,
+            self._stack.need_local(),
+            self._settings.limits,
+            write_through=self._settings.on_local_full == "write_through",
+        )
         self._make_buffers()
 
     def _make_buffers(self) -> None:

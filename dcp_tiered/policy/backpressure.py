@@ -39,7 +39,8 @@ class Held:
     given_up: bool = False
     """Its flush is given up; while it is pending, other nodes may not know of that."""
     whole: bool = True
-    """This node has what it saved of it; what was written through loads once it is durable only."""
+    """Nothing of it was written through, as far as this node can know; what was loads once it is
+    durable only."""
 
     @property
     def superseded(self) -> bool:

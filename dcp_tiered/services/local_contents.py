@@ -37,6 +37,8 @@ class Found:
     given_up: bool = False
     """Its flush is given up on this node; unless it still waits, for good."""
     keep: bool = False
+    of_several: bool = False
+    """Other nodes saved a part of it."""
     bytes_saved: int = 0
     """What its save took or would have taken here, had it not written through."""
 
@@ -142,6 +144,7 @@ class LocalContents:
             durable, given_up, waits = False, False, waits or ""
             sequence = max(sequence, *(files[name].st_mtime_ns for name in strays))
         going = _going(files, placed | ended.dead_shards)
+        nodes = {shard.node for shard in published.head.shards} if published is not None else set()
         return Found(
             attempt=attempt,
             sequence=sequence,
@@ -153,6 +156,7 @@ class LocalContents:
             launch=published.head.launch if published is not None else ended.launch,
             given_up=given_up,
             keep=layout.KEEP_NAME in files,
+            of_several=len(nodes) > 1,
             bytes_saved=bytes_all + self._passed_by(published, files),
         )
 

@@ -61,9 +61,13 @@ class LocalSpace:
         catalog: Of the run.
         local: The run's directory.
         limits: Bounds.
+        write_through: Whether a save may write through, here and on other nodes.
     """
 
-    def __init__(self, catalog: Catalog, local: LocalTier, limits: Limits) -> None:
+    def __init__(
+        self, catalog: Catalog, local: LocalTier, limits: Limits, *, write_through: bool = False
+    ) -> None:
+        self._write_through = write_through
         self._catalog = catalog
         self._local = local
         self._limits = limits
@@ -263,7 +267,8 @@ class LocalSpace:
                 launch=one.launch,
                 coordinated=bool(one.node) and one.node == self._node,
                 given_up=one.given_up,
-                whole=one.bytes_saved == one.bytes_all,
+                whole=one.bytes_saved == one.bytes_all
+                and not (self._write_through and one.of_several),
             )
             for name, one in self._found.items()
         ]

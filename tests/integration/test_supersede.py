@@ -336,6 +336,33 @@ def test_what_one_node_wrote_through_is_given_up_without_the_store(tmp_path: Pat
     assert states(node.local)["a"] == "superseded"
 
 
+def test_what_another_node_may_have_written_through_lets_nothing_go(tmp_path: Path) -> None:
+    """The newer one is all here, and perhaps nowhere whole before it is durable."""
+    nodes, eyes = some_nodes(2, tmp_path)
+    first = nodes[0]
+    seal_and_publish(nodes, "ab")
+    put_room(first, "c")
+    assert fenced(eyes, "a")
+    catalog = Catalog(first.local, None)
+    space = LocalSpace(catalog, first.local, QUICK, write_through=True)
+    copies = list((first.local.root / "a").glob("*.shard"))
+    assert not space.free(1)
+    assert [path.exists() for path in copies] == [True]
+    await_that("the commit", lambda: eyes.commits("b") or step(nodes))
+    assert space.free(1)
+    assert [path.exists() for path in copies] == [False]
+
+
+def test_where_no_save_writes_through_the_superseded_goes_at_once(tmp_path: Path) -> None:
+    nodes, eyes = some_nodes(2, tmp_path)
+    seal_and_publish(nodes, "ab")
+    put_room(nodes[0], "c")
+    local = nodes[0].local
+    assert LocalSpace(Catalog(local, None), local, QUICK).free(1)
+    assert list((local.root / "a").glob("*.shard")) == []
+    assert eyes.commits("b") == []
+
+
 def test_another_node_that_committed_first_wins(tmp_path: Path) -> None:
     nodes, eyes = some_nodes(2, tmp_path)
     first, other = nodes
