@@ -87,6 +87,10 @@ INCIDENTS = Metric(
     "dcp_tiered_residency_incidents",
     "Incident files on this node: what was written, and where that was found to be forbidden then",
 )
+OBJECTS = Metric(
+    "dcp_tiered_objects_total",
+    "Objects put on the durable tier; so many per checkpoint as `dcp_tiered_commits_total` has it",
+)
 UPLOAD_BYTES = Metric("dcp_tiered_upload_bytes_total", "Bytes of packs sent, repeated ones too")
 PACING = Metric(
     "dcp_tiered_pacing_seconds_total", "Time that uploads waited because of `bytes_per_second_max`"

@@ -1,6 +1,6 @@
 """The durable tier as a flusher sees it: what is uploaded is paced, counted, and ends in time.
 
-Everything but `upload` is handed through.
+All but what creates objects is handed through.
 """
 
 import math
@@ -56,6 +56,7 @@ class Outgoing(WrappedTier):
         self._paid_until = -math.inf
         self._waited_s = 0.0
         self._bytes = 0
+        self._objects = 0
         self._measured: float | None = None
         """Bytes per second of the last upload."""
         self._lock = threading.Lock()
@@ -70,6 +71,12 @@ class Outgoing(WrappedTier):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.Lock()
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create a small object; see `Tier.put`."""
+        super().put(key, data)
+        with self._lock:
+            self._objects += 1
 
     def upload(self, key: str, source: Source) -> ObjectInfo:
         """Create a large object; see `DurableTier.upload`.
@@ -92,6 +99,7 @@ class Outgoing(WrappedTier):
 
     def samples(self) -> Iterator[Sample]:
         """Yield the metrics of this process, those of the tier included."""
+        yield metrics.OBJECTS, {}, self._objects
         yield metrics.UPLOAD_BYTES, {}, self._bytes
         yield metrics.PACING, {}, self._waited_s
         if isinstance(self._tier, metrics.Source):
@@ -114,6 +122,7 @@ class Outgoing(WrappedTier):
     def _note(self, checkpoint_id: str, length: int, passed: int, seconds: float) -> None:
         with self._lock:
             self.sent[checkpoint_id] = self.sent.get(checkpoint_id, 0) + length
+            self._objects += passed > 0  # else it was there already
             if passed >= length > 0:  # less has passed of what was there already
                 self._measured = length / max(seconds, 1e-6)
 

@@ -205,6 +205,7 @@ def test_a_flusher_leaves_its_metrics(s3_run: Run) -> None:
     packs = [size for key, size in keys.items() if "/packs/" in key]
     put = said[f'dcp_tiered_requests_total{{{run},operation="put_object",outcome="ok"}}']
     assert put == len(keys) == 6, "manifest, pack and record of each, one request for each"
+    assert said[f"dcp_tiered_objects_total{{{run}}}"] == len(keys)
     assert said[f"dcp_tiered_upload_bytes_total{{{run}}}"] == sum(packs)
     assert said[f"dcp_tiered_commits_total{{{run}}}"] == 2
     assert said[f"dcp_tiered_pending_checkpoints{{{run}}}"] == 0

@@ -19,7 +19,7 @@ class Source:
 
 @pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.name)
 def test_names_say_what_they_are(metric: Metric) -> None:
-    units = "seconds|bytes|waits|checkpoints|requests|commits|incidents"
+    units = "seconds|bytes|waits|checkpoints|requests|commits|incidents|objects"
     assert re.fullmatch(rf"dcp_tiered_([a-z_]+_)?({units})(_total|_max)?", metric.name)
     assert metric.help
 
