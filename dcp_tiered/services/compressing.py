@@ -24,6 +24,7 @@ from dcp_tiered.format.shardfile import Index
 from dcp_tiered.interfaces import LocalTier, StagedFile
 from dcp_tiered.services.local_space import disk_of
 from dcp_tiered.services.pack_source import PackSource, copy_within
+from dcp_tiered.syscalls import reserve
 from dcp_tiered.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -97,6 +98,8 @@ def compressed(
                 # The name is for messages: the file never gets it.
                 key = layout.key(checkpoint_id, compressed_name(plan).rpartition("/")[2])
                 staged = open_files.enter_context(_staged(local, key))
+                # What a save finds free now stays free while this file grows.
+                reserve(staged.fd, plan.length)
                 spool = work.write(staged.fd, checkpoint_id)
             except OSError as exc:
                 # As it is, the pack needs no room.
@@ -163,6 +166,7 @@ class _Compression:
         frames = self._frames.finish()
         pack = compressed_pack(checkpoint_id, self._plan, frames, self._crc, __version__)
         _write_all(fd, pack.tail)
+        os.ftruncate(fd, pack.length)
         return Spool(fd, pack)
 
     def _write_shard(

@@ -1,6 +1,7 @@
 """A pack on its way: compressed when wanted, found when there, as it is when there is no room."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,3 +199,28 @@ def test_without_room_a_pack_goes_as_it_is(
             assert here.uploads("zstd").upload("a", here.plan, lambda: None) == here.plan
         assert "No space left" in caplog.text
         assert own_decoder.unpacked(here.stored(here.plan)) == here.shard().read_bytes()
+
+
+def test_the_room_of_a_compressed_pack_is_taken_at_once_and_no_more_than_needed(
+    tmp_path: Path,
+) -> None:
+    """A save that looks what is free would else lose it again while the pack grows."""
+    with small_disk(tmp_path, 32) as disk:
+        here = node(tmp_path, disk.path)
+        blocks = os.statvfs(disk.path)
+        seen: list[int] = []
+
+        def taken() -> int:
+            now = os.statvfs(disk.path)
+            return (blocks.f_bavail - now.f_bavail) * now.f_frsize
+
+        def look() -> bool:
+            seen.append(taken())
+            return False
+
+        pack = here.uploads("zstd", look).upload("a", here.plan, lambda: seen.append(taken()))
+        assert pack.raw_length is not None
+        assert seen[0] >= here.plan.length - blocks.f_frsize
+        # Later looks are made while the pack is uploaded.
+        assert pack.length <= seen[-1] < pack.length + (64 << 10)
+        assert taken() == 0
