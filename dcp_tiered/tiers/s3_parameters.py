@@ -165,9 +165,9 @@ class Parameters:
     def _check_value(self, name: str, value: Any) -> None:
         allowed = _VALUES.get(name)
         if allowed is not None and value not in allowed:
-            said = "none that is taken" if name in _SECRETIVE else repr(value[:40])
+            what = name if name in _SECRETIVE else f"{name} {value[:40]!r}"
             why = "; what opens objects to others is always refused" if name == "ACL" else ""
-            raise self._refused(f"{name} is {said}", f"Use {' or '.join(allowed)}{why}.")
+            raise self._refused(f"{what} is not taken", f"Use {' or '.join(allowed)}{why}.")
         if name in _GRANTS and "uri" in value.lower():
             raise self._refused(
                 f"{name} names a group", "Name accounts by id: groups are the public, or near it."
