@@ -5,6 +5,8 @@ a local one, and `tiered:///nvme::s3://bucket/run42` names both. Options are giv
 for any fsspec chain, with defaults from fsspec's config files and `FSSPEC_<PROTOCOL>_<OPTION>`.
 """
 
+import base64
+import hashlib
 import json
 import os
 import re
@@ -64,7 +66,19 @@ _PACE_BYTES_MIN = 1 << 20
 """Slower, a store would take a paced request for a broken one."""
 _NO_BOUND = ("local_bytes_max", "bytes_per_second_max", "flush_deadline_s")
 """Limits that may be None."""
-_PUBLIC_OPTIONS = ("account_host", "account_name", "anon", "endpoint_url", "profile", "use_ssl")
+_PUBLIC_OPTIONS = (
+    "account_host",
+    "account_name",
+    "anon",
+    "endpoint_url",
+    "profile",
+    "requester_pays",
+    "use_ssl",
+)
+_PARAMETERS = "s3_additional_kwargs"
+_SECRET_PARAMETERS = ("SSECustomerKey", "SSECustomerKeyMD5")
+"""Of those that the S3 tier lets users set; it refuses the others of the three without them."""
+_NEEDS_SECRETS = "SSECustomerAlgorithm"
 _PUBLIC_CLIENT_OPTIONS = ("endpoint_url", "region_name", "use_ssl")
 
 
@@ -162,11 +176,18 @@ class Settings:
     """The residency policy as it was given, or the text of its file; parsed in `stack`."""
 
     def public_options(self) -> dict[str, Any]:
-        """Return the options that may be written to disk: an allow-list without secrets."""
+        """Return the options that may be written to disk: an allow-list without secrets.
+
+        Parameters of requests are among them, or a command would store what it flushes in another
+        way than the writer does; of those that the tier lets through, only a key is a secret.
+        """
         public = {key: self.options[key] for key in _PUBLIC_OPTIONS if key in self.options}
         client = self.options.get("client_kwargs") or {}
         chosen = {key: client[key] for key in _PUBLIC_CLIENT_OPTIONS if key in client}
-        return public | ({"client_kwargs": chosen} if chosen else {})
+        public |= {"client_kwargs": chosen} if chosen else {}
+        given = _parameters(self.options)
+        shown = {key: given[key] for key in given if key not in _SECRET_PARAMETERS}
+        return public | ({_PARAMETERS: shown} if shown else {})
 
 
 def settings(  # noqa: PLR0913 - all that a user may say, most of it by keyword
@@ -182,6 +203,7 @@ def settings(  # noqa: PLR0913 - all that a user may say, most of it by keyword
     compression: str | None = None,
     on_violation: str | None = None,
     flusher: str | None = None,
+    noted: Mapping[str, Any] | None = None,
 ) -> Settings:
     """Build settings from what a user gave, what the URL says, and fsspec's configuration.
 
@@ -200,6 +222,8 @@ def settings(  # noqa: PLR0913 - all that a user may say, most of it by keyword
             `options["tiered"]["on_violation"]`, else `hold`.
         compression: Of packs; else `options["tiered"]["compression"]`, else `off`.
         flusher: Who starts it; else `options["tiered"]["flusher"]`, else `start`.
+        noted: What the run's node noted of the durable tier's options; `options` win over it, and
+            it wins over the environment, from where a key among parameters of requests comes.
 
     Raises:
         InvalidError: The URL or an option cannot be right.
@@ -216,7 +240,7 @@ def settings(  # noqa: PLR0913 - all that a user may say, most of it by keyword
             f"Pass options by protocol: {', '.join(sorted(known))}.",
         )
     tiered = _protocol_options(("tiered",), given)
-    durable = _protocol_options(_aliases(run.protocol), given)
+    durable = _with_text_key(_protocol_options(_aliases(run.protocol), given, noted or {}))
     if run.protocol == "az":
         durable = _azure_environment(durable)
     if run.protocol == "gs":
@@ -421,7 +445,9 @@ def _local_path(
     return path
 
 
-def _protocol_options(names: tuple[str, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+def _protocol_options(
+    names: tuple[str, ...], given: Mapping[str, Any], noted: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Merge what config files, the environment and the user say about a protocol; the last wins.
 
     fsspec has read files and environment when it was imported. The environment is read again, for
@@ -438,12 +464,40 @@ def _protocol_options(names: tuple[str, ...], given: Mapping[str, Any]) -> dict[
             if not isinstance(said, Mapping):
                 raise InvalidError(f"options for {name} are not a mapping")
             is_text = source is not given
-            options |= {key: _plain(value) if is_text else value for key, value in said.items()}
+            options |= {key: plain(value) if is_text else value for key, value in said.items()}
+        if source is environment and noted:
+            options |= _filled(noted, options)
     return options
 
 
-def _plain(value: Any) -> Any:
-    """Return a value from a file or the environment, where all is text: "false" is not true."""
+def _filled(noted: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return noted options, with those parameters of requests that were not to be noted."""
+    parameters, more = _parameters(noted), _parameters(options)
+    if _NEEDS_SECRETS not in parameters:
+        return dict(noted)
+    secrets = {name: more[name] for name in _SECRET_PARAMETERS if name in more}
+    return {**noted, _PARAMETERS: {**parameters, **secrets}}
+
+
+def _parameters(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = options.get(_PARAMETERS)
+    return given if isinstance(given, Mapping) else {}
+
+
+def _with_text_key(options: dict[str, Any]) -> dict[str, Any]:
+    """Write a key that was given as bytes as text, as botocore would: the flusher gets JSON."""
+    given = _parameters(options)
+    key = given.get(_SECRET_PARAMETERS[0])
+    if not isinstance(key, bytes) or _SECRET_PARAMETERS[1] in given:
+        return options
+    digest = hashlib.md5(key, usedforsecurity=False).digest()
+    pair = [base64.b64encode(data).decode() for data in (key, digest)]
+    text = dict(zip(_SECRET_PARAMETERS, pair, strict=True))
+    return {**options, _PARAMETERS: {**given, **text}}
+
+
+def plain(value: Any) -> Any:
+    """Return what a text means where all is text, as in the environment: "false" is not true."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):

@@ -1,6 +1,7 @@
 """What the commands share: options, how sizes and times look, and exit codes."""
 
 import argparse
+import contextlib
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rich.text import Text
 from dcp_tiered import config, errors, stack
 from dcp_tiered.config import Limits
 from dcp_tiered.errors import AbsentError, InvalidError, TieredError
+from dcp_tiered.format import layout
 from dcp_tiered.services import run_directory
 from dcp_tiered.tiers.posix import PosixTier
 
@@ -75,7 +77,7 @@ def parse_options(pairs: list[str]) -> dict[str, dict[str, Any]]:
                 None,
                 "For instance: -o s3.endpoint_url=https://s3.example.org",
             )
-        options.setdefault(protocol, {})[option] = value
+        options.setdefault(protocol, {})[option] = config.plain(value)
     return options
 
 
@@ -83,16 +85,12 @@ def build(url: str, local: str | None, pairs: list[str]) -> stack.Stack:
     """Build the tiers of a run as the user named it; what its node noted fills in options."""
     given = parse_options(pairs)
     settings = config.settings(url, local, given, _PATIENCE)
-    built = stack.build(settings)
-    if built.local is None or settings.url.protocol is None:
-        return built
-    try:
-        noted = run_directory.run_of(built.local)[1]
-    except AbsentError:
-        return built
-    protocol = settings.url.protocol
-    merged = {**given, protocol: noted | given.get(protocol, {})}
-    return stack.build(config.settings(url, local, merged, _PATIENCE))
+    noted = None
+    if settings.local is not None and settings.url.protocol is not None:
+        path = settings.local / layout.run_directory(settings.url.root)
+        with contextlib.suppress(AbsentError):
+            noted = run_directory.run_of(PosixTier(path, settings.local, "local"))[1]
+    return stack.build(config.settings(url, local, given, _PATIENCE, noted=noted))
 
 
 def run_directories(path: str) -> list[PosixTier]:

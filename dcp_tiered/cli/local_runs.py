@@ -32,7 +32,8 @@ def orders(arguments: argparse.Namespace) -> Iterator[tuple[PosixTier, Order | N
         if protocol is None:
             yield tier, None
             continue
-        settings = config.settings(url, None, {protocol: noted | options.get(protocol, {})})
+        mine = {protocol: options.get(protocol, {})}
+        settings = config.settings(url, None, mine, noted=noted)
         yield (
             tier,
             Order(

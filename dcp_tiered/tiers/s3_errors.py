@@ -175,7 +175,10 @@ def _denied(status: int, text: str, where: str) -> InvalidError:
             "Check the key, the secret and the bucket policy for GetObject, PutObject, ListBucket."
         )
         return InvalidError(f"access denied: {text}", TIER, where, hint)
-    return InvalidError(text, TIER, where, "Check the URL and the s3 options.")
+    hint = "Check the URL and the s3 options."
+    if text.startswith(("get_object", "head_object")):
+        hint += " What was stored under a key of yours (SSE-C) is read with that key only."
+    return InvalidError(text, TIER, where, hint)
 
 
 def code_of(exc: Exception) -> str:

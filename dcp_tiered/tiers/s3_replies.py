@@ -12,6 +12,7 @@ _NO_BLOCK = "NoSuchPublicAccessBlockConfiguration"
 _PUBLIC_GROUPS = ("/global/AllUsers", "/global/AuthenticatedUsers")
 _LOG_GROUP = "/s3/LogDelivery"
 _ARN_PARTS = 6
+_CLIENT = "client settings"
 
 
 def blocked(answer: Answer) -> set[str] | None:
@@ -85,22 +86,46 @@ def encryption(answer: Answer) -> Fact:
     return worst("encryption", found) if found else answer.unknown("encryption")
 
 
+def requested_encryption(sent: Mapping[str, Any]) -> Fact | None:
+    """Tell the same of what every put asks for, None where it leaves that to the bucket.
+
+    Args:
+        sent: Parameters of the user's that go along with a put.
+    """
+    if "SSECustomerAlgorithm" in sent:
+        evidence = "a key that goes along with every request (SSE-C); where it is kept is not known"
+        return Fact(name="encryption", verdict=_UNKNOWN, evidence=evidence, call=_CLIENT)
+    algorithm, key = sent.get("ServerSideEncryption"), str(sent.get("SSEKMSKeyId") or "")
+    return None if algorithm is None else _encrypted(algorithm, key, _CLIENT)
+
+
 def _key(answer: Answer, rule: Mapping[str, Any]) -> Fact:
     default = as_dict(rule.get("ApplyServerSideEncryptionByDefault"))
-    algorithm, key = default.get("SSEAlgorithm"), str(default.get("KMSMasterKeyID") or "")
+    key = str(default.get("KMSMasterKeyID") or "")
+    return _encrypted(default.get("SSEAlgorithm"), key, answer.call)
+
+
+def _encrypted(algorithm: Any, key: str, call: str) -> Fact:
+    """Tell where the key lies that objects are encrypted with."""
+
+    def fact(verdict: Verdict, evidence: str, *values: str) -> Fact:
+        return Fact(name="encryption", verdict=verdict, evidence=evidence, values=values, call=call)
+
     if algorithm == "AES256":
-        return answer.fact("encryption", _ALLOW, "SSE-S3", STORE_KEY)
+        return fact(_ALLOW, "SSE-S3", STORE_KEY)
     if algorithm not in ("aws:kms", "aws:kms:dsse"):
-        return answer.fact("encryption", _UNKNOWN, f"algorithm is {str(algorithm)[:40]}")
+        return fact(_UNKNOWN, f"algorithm is {str(algorithm)[:40]}")
     if not key:
         # The key of AWS for S3 in the account and region of the bucket.
-        return answer.fact("encryption", _ALLOW, f"{algorithm}, key of AWS", STORE_KEY)
+        return fact(_ALLOW, f"{algorithm}, key of AWS", STORE_KEY)
+    if key.rpartition("/")[2].startswith("mrk-"):
+        return fact(_DENY, "the key is replicated to other regions")
     place = _place_of_key(key)
     if place is None:
-        return answer.fact("encryption", _UNKNOWN, f"key {key[:100]} names no region")
-    if "/mrk-" in key:
-        return answer.fact("encryption", _DENY, "the key is replicated to other regions")
-    return answer.fact("encryption", _ALLOW, f"key {key}", place)
+        return fact(_UNKNOWN, f"key {key[:100]} names no region and account")
+    if ":alias/" in key:
+        return fact(_UNKNOWN, f"{key[:100]} is an alias, which may stand for any key", place)
+    return fact(_ALLOW, f"key {key}", place)
 
 
 def _place_of_key(key: str) -> str | None:

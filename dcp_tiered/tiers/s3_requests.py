@@ -4,7 +4,6 @@ s3fs is what users know, so options are read as s3fs reads them.
 """
 
 import base64
-import functools
 import logging
 import math
 import os
@@ -32,7 +31,8 @@ from dcp_tiered.tiers.s3_errors import (
     translate,
 )
 from dcp_tiered.tiers.s3_gate import Gate
-from dcp_tiered.tiers.s3_pins import Anchor, Pin, PinOnly
+from dcp_tiered.tiers.s3_parameters import Parameters, shared_loader
+from dcp_tiered.tiers.s3_pins import Anchor, Pin, PinOnly, is_loopback
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +41,17 @@ _CREDENTIALS_S = 10.0
 """How long to look for credentials: an instance's own service may be silent for a while, but who
 has forgotten to give any wants to know soon."""
 _CLIENT_OPTIONS = ("endpoint_url", "region_name", "use_ssl", "verify")
-_NOT_PASSED_ON = ("requester_pays", "s3_additional_kwargs")
-"""Options of s3fs that change what a request means; ignoring them could store in the clear."""
+_CREDENTIALS = {
+    "key": "aws_access_key_id",
+    "secret": "aws_secret_access_key",
+    "token": "aws_session_token",
+}
+_NOT_TAKEN = {
+    "session": "Pass key, secret and token, or profile.",
+    "username": "Pass it as key.",
+    "password": "Pass it as secret.",
+}
+"""Options by which s3fs is told whose credentials to use; ignoring them would use others."""
 
 
 class S3Requests:
@@ -51,14 +60,15 @@ class S3Requests:
     Args:
         bucket: The bucket; it is never created.
         options: As for s3fs: key, secret, token, profile, endpoint_url, anon, client_kwargs,
-            config_kwargs.
+            config_kwargs, s3_additional_kwargs, requester_pays.
         request_timeout_s: Longest silence of the store within one request.
         request_retry_s: How long one request is tried again before its error is raised.
         connections_max: Requests on their way at once.
         pin: Where requests may go at all; None without a residency policy.
 
     Raises:
-        InvalidError: An option is one that s3fs obeys and this would not, or leads around the pin.
+        InvalidError: An option is one that s3fs obeys and this would not, leads around the pin, or
+            is wrong; see `Parameters`.
     """
 
     def __init__(
@@ -82,13 +92,15 @@ class S3Requests:
         self._gate = Gate(connections_max)
         self._counts: Counter[tuple[str, str]] = Counter()
         _alive.add(self)
-        ignored = [name for name in _NOT_PASSED_ON if options.get(name)]
-        if ignored:
-            raise InvalidError(
-                f"s3 option {ignored[0]} is not supported", TIER, f"s3://{bucket}", "Leave it out."
-            )
+        self._unconfirmed: TieredError | None = None
+        for name, hint in _NOT_TAKEN.items():
+            if options.get(name):
+                what = f"s3 option {name} is not supported"
+                raise InvalidError(what, TIER, f"s3://{bucket}", hint)
+        self.parameters = Parameters(bucket, options)
         if pin is not None:
             pin.check_options(bucket, options)
+            self.parameters.check_owner(pin.owner)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave connections and locks behind: a client does not survive another process."""
@@ -174,11 +186,15 @@ class S3Requests:
         sent_in: int,
     ) -> Any:
         """Send one request once, and tell the gate how that went."""
+        arguments = {**self.parameters.of(operation), **arguments}
         owner = self.pin.owner if self.pin is not None else None
         if owner is not None:
-            arguments = {**arguments, "ExpectedBucketOwner": owner}
+            arguments["ExpectedBucketOwner"] = owner
+        if self._unconfirmed is not None and "Body" in arguments:
+            raise InvalidError(*self._unconfirmed.args)
         try:
             reply = getattr(client, operation)(Bucket=self.bucket, **arguments)
+            self._check_confirmed(operation, reply)
             result = reply if use is None else use(reply)
         except Exception as exc:
             if is_overloaded(exc) and self._gate.slow_down(sent_in):
@@ -187,6 +203,12 @@ class S3Requests:
         self._gate.went_well()
         self._count(operation, "ok")
         return result
+
+    def _check_confirmed(self, operation: str, reply: Mapping[str, Any]) -> None:
+        error = self.parameters.unconfirmed(operation, reply)
+        if error is not None:
+            self._unconfirmed = error
+            raise error
 
     def _count(self, operation: str, outcome: str) -> None:
         with self._lock:
@@ -210,6 +232,8 @@ class S3Requests:
             # botocore's name for what it signs for us-east-1, where no region is configured.
             region = self._connect().meta.region_name
             return "us-east-1" if region in (None, "aws-global") else str(region)
+        except TieredError:
+            raise
         except Exception as exc:
             where = f"s3://{self.bucket}"
             raise translate(exc, "looking for the region", where, self._endpoint())[0] from exc
@@ -245,6 +269,19 @@ class S3Requests:
 
     def _new_client(self) -> Any:
         made = self._bare_client("s3")
+        url = urlsplit(made.meta.endpoint_url)
+        if (
+            self.parameters.needs_tls()
+            and url.scheme != "https"
+            and not is_loopback(url.hostname or "")
+        ):
+            made.close()
+            raise InvalidError(
+                f"SSECustomerKey would go to {url.netloc} unencrypted",
+                TIER,
+                f"s3://{self.bucket}",
+                "Use an endpoint with https.",
+            )
         made.meta.events.register_first("before-send.s3", Anchor(f"s3://{self.bucket}", self.pin))
         made.meta.events.register_last("before-send.s3", send_in_blocks)
         return made
@@ -278,9 +315,10 @@ class S3Requests:
         options = self._options
         client = dict(options.get("client_kwargs") or {})
         client |= {k: options[k] for k in _CLIENT_OPTIONS if options.get(k) is not None}
+        client |= {k: options[name] for name, k in _CREDENTIALS.items() if options.get(name)}
         # A session of its own: it looks credentials up afresh, and sessions are not thread-safe.
         session = botocore.session.Session(profile=options.get("profile"))
-        session.register_component("data_loader", _shared_loader())
+        session.register_component("data_loader", shared_loader())
         given = dict(options.get("config_kwargs") or {})
         s3 = {"payload_signing_enabled": False, **given.pop("s3", {})}
         pinned = self.pin.client_options() if self.pin is not None else {}
@@ -305,9 +343,6 @@ class S3Requests:
         return session.create_client(
             service,
             config=Config(**settings),
-            aws_access_key_id=options.get("key"),
-            aws_secret_access_key=options.get("secret"),
-            aws_session_token=options.get("token"),
             **client,
         )
 
@@ -325,18 +360,6 @@ def crc_value(header: str) -> int:
     """Return the CRC32C that S3 wrote."""
     value: int = struct.unpack(">I", base64.b64decode(header))[0]
     return value
-
-
-@functools.cache
-def _shared_loader() -> Any:
-    """Return botocore's reader of its own data files.
-
-    Reading them takes nearly all of the time that a new client takes. Sessions only look at what it
-    has read, as the clients of one session do, so all of a process may share it.
-    """
-    import botocore.loaders
-
-    return botocore.loaders.create_loader()
 
 
 def _stopped_within(stop: threading.Event | None, pause_s: float) -> bool:

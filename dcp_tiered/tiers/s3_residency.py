@@ -23,6 +23,7 @@ from dcp_tiered.tiers.s3_replies import (
     is_about,
     policy_status,
     replica_key,
+    requested_encryption,
 )
 from dcp_tiered.tiers.s3_requests import S3Requests
 
@@ -41,7 +42,8 @@ def observe(requests: S3Requests, pin: Pin, prefix: str) -> Observed:
         prefix: Of the run's objects; replication of others is none of our business.
     """
     with closing(Asker(requests)) as asker:
-        return _Look(asker, requests.bucket, pin, prefix).all()
+        sent = requests.parameters.of("put_object")
+        return _Look(asker, requests.bucket, pin, prefix, sent).all()
 
 
 def observe_place(requests: S3Requests, pin: Pin) -> Observed:
@@ -52,7 +54,7 @@ def observe_place(requests: S3Requests, pin: Pin) -> Observed:
         pin: Where its requests may go.
     """
     with closing(Asker(requests)) as asker:
-        return _Look(asker, requests.bucket, pin, "").place()
+        return _Look(asker, requests.bucket, pin, "", {}).place()
 
 
 def look_public(requests: S3Requests, prefix: str) -> Fact:
@@ -78,8 +80,11 @@ def look_public(requests: S3Requests, prefix: str) -> Fact:
 class _Look:
     """One look at one bucket."""
 
-    def __init__(self, asker: Asker, bucket: str, pin: Pin, prefix: str) -> None:
+    def __init__(
+        self, asker: Asker, bucket: str, pin: Pin, prefix: str, sent: Mapping[str, Any]
+    ) -> None:
         self._asker, self._bucket, self._pin, self._prefix = asker, bucket, pin, prefix
+        self._sent = sent
         self._is_aws = pin.provider == "aws"
 
     def place(self) -> Observed:
@@ -113,15 +118,21 @@ class _Look:
 
     def _settings(self, head: Answer) -> list[Fact]:
         """Return what the bucket is and is set to."""
-        key = self._ask("get_bucket_encryption", "s3:GetEncryptionConfiguration")
         owner = self._owner(head)
         return [
             self._location(head),
             *([] if owner is None else [owner]),
             self._not_public(),
             self._replication(),
-            encryption(key),
+            self._encryption(),
         ]
+
+    def _encryption(self) -> Fact:
+        """Tell whose key objects get: the one that is asked for with each, else the bucket's."""
+        asked_for = requested_encryption(self._sent)
+        if asked_for is not None:
+            return asked_for
+        return encryption(self._ask("get_bucket_encryption", "s3:GetEncryptionConfiguration"))
 
     def _ask(self, operation: str, permission: str, **arguments: Any) -> Answer:
         return self._asker.ask(operation, permission, **({"Bucket": self._bucket} | arguments))

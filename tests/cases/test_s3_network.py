@@ -1,5 +1,7 @@
 """What the S3 tier does when network and store misbehave, behind a proxy in front of SeaweedFS."""
 
+import base64
+import hashlib
 import logging
 import secrets
 import signal
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 from awscrt.checksums import crc32c
+from botocore.exceptions import ClientError
 
 from dcp_tiered.errors import (
     AbsentError,
@@ -795,10 +798,137 @@ def test_client_options_of_the_user_are_passed_on(bench: Bench) -> None:
     assert len(request.headers["x-amz-content-sha256"]) == 64
 
 
-@pytest.mark.parametrize("option", ["s3_additional_kwargs", "requester_pays"])
-def test_options_that_would_be_ignored_are_refused(bench: Bench, option: str) -> None:
-    with pytest.raises(InvalidError, match=option):
-        bench.tier(**{option: {"ServerSideEncryption": "aws:kms"}})
+def test_credentials_may_be_among_the_clients_arguments(bench: Bench) -> None:
+    """As s3fs has it: `key` and `secret` win over them."""
+    mine = bench.tier()._requests._options
+    inner = {"aws_access_key_id": mine["key"], "aws_secret_access_key": mine["secret"]}
+    bench.tier(key=None, secret=None, client_kwargs=inner).put("a.json", SMALL)
+    wrong = dict.fromkeys(inner, "wrong")
+    bench.tier(client_kwargs=wrong).put("b.json", SMALL)
+    assert bench.keys() == ["a.json", "b.json"]
+
+
+def everything(tier: S3Tier) -> None:
+    """Have a tier send each kind of request about objects."""
+    tier.put("step-1/a.json", SMALL)
+    tier.upload("step-1/a.pack", BytesSource(LARGE))
+    tier.get("step-1/a.json", 1 << 20)
+    tier.read_into("step-1/a.pack", 5, memoryview(bytearray(100)))
+    tier.head("step-1/a.pack")
+    list(tier.list_keys("step-1"))
+    list(tier.list_directories())
+
+
+def test_every_request_carries_what_its_operation_takes(bench: Bench, client: Any) -> None:
+    """Names of headers as the documentation of S3 has them."""
+    bench.begin_upload("step-1/a.pack")  # is aborted
+    given = {
+        "ExpectedBucketOwner": "123456789012",
+        "StorageClass": "STANDARD_IA",
+        "Tagging": "team=llm&run=42",
+        "ACL": "bucket-owner-full-control",
+        "Metadata": {"model": "m7"},
+    }
+    everything(bench.tier(s3_additional_kwargs=given, requester_pays=True))
+    stores = {
+        "x-amz-storage-class": "STANDARD_IA",
+        "x-amz-tagging": "team=llm&run=42",
+        "x-amz-acl": "bucket-owner-full-control",
+        "x-amz-meta-model": "m7",
+    }
+    always = {"x-amz-expected-bucket-owner": "123456789012", "x-amz-request-payer": "requester"}
+    for request in bench.proxy.log:
+        expected = always
+        if request.operation in ("PutObject", "CreateMultipartUpload"):
+            expected = always | stores
+        named = {name: request.headers.get(name) for name in always | stores}
+        assert {name: value for name, value in named.items() if value} == expected, request
+    assert {request.operation for request in bench.proxy.log} == {
+        "PutObject",
+        "CreateMultipartUpload",
+        "UploadPart",
+        "CompleteMultipartUpload",
+        "AbortMultipartUpload",
+        "ListMultipartUploads",
+        "ListObjectsV2",
+        "HeadObject",
+        "GetObject",
+    }
+    for name in ("a.json", "a.pack"):
+        where = {"Bucket": bench.bucket, "Key": f"{bench.root}/step-1/{name}"}
+        head = client.head_object(**where)
+        assert (head["StorageClass"], head["Metadata"]) == ("STANDARD_IA", {"model": "m7"})
+        tags = {tag["Key"]: tag["Value"] for tag in client.get_object_tagging(**where)["TagSet"]}
+        assert tags == {"team": "llm", "run": "42"}
+
+
+def test_the_key_of_a_customer_goes_along_and_is_needed(bench: Bench, client: Any) -> None:
+    key = secrets.token_bytes(32)
+    text = base64.b64encode(key).decode()
+    digest = base64.b64encode(hashlib.md5(key).digest()).decode()
+    algorithm = {"SSECustomerAlgorithm": "AES256"}
+    given = {**algorithm, "SSECustomerKey": text, "SSECustomerKeyMD5": digest}
+    everything(bench.tier(s3_additional_kwargs=given))
+    prefix = "x-amz-server-side-encryption-customer-"
+    without = {"ListObjectsV2", "ListMultipartUploads"}
+    for request in bench.proxy.log:
+        sent = {name: value for name, value in request.headers.items() if prefix in name}
+        full = {
+            f"{prefix}algorithm": "AES256",
+            f"{prefix}key": text,
+            f"{prefix}key-md5": digest,
+        }
+        assert sent == ({} if request.operation in without else full), request
+    for name, data in (("a.json", SMALL), ("a.pack", LARGE)):
+        where = {"Bucket": bench.bucket, "Key": f"{bench.root}/step-1/{name}"}
+        with pytest.raises(ClientError, match="must provide the customer key"):
+            client.get_object(**where)
+        stored = client.get_object(**where, **algorithm, SSECustomerKey=key)["Body"].read()
+        assert stored == data
+    with pytest.raises(InvalidError, match="400") as raised:
+        bench.tier(retry_s=3600).get("step-1/a.json", 1 << 20)
+    assert "SSE-C" in str(raised.value.hint)
+
+
+def test_the_store_keeps_the_checksum_of_what_it_encrypts(bench: Bench) -> None:
+    """Where it does, no pack has to be read back."""
+    given = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": "k" * 32}
+    tier = bench.tier(s3_additional_kwargs=given)
+    tier.upload("a.pack", BytesSource(LARGE))
+    assert tier.head("a.pack") == ObjectInfo(key="a.pack", length=len(LARGE), crc32c=crc32c(LARGE))
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "operation"),
+    [
+        ({"ServerSideEncryption": "AES256"}, "x-amz-server-side-encryption", "PutObject"),
+        (
+            {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": "k" * 32},
+            "x-amz-server-side-encryption-customer-algorithm",
+            "UploadPart",
+        ),
+    ],
+)
+def test_a_store_that_ignores_the_encryption_gets_nothing_more(
+    bench: Bench, given: dict[str, str], asked: str, operation: str
+) -> None:
+    """SeaweedFS takes a ServerSideEncryption that it does not know, and stores in the clear."""
+    bench.proxy.inject(operation, Fault(reply_headers={asked: ""}))
+    tier = bench.tier(retry_s=3600, s3_additional_kwargs=given)
+    for _ in range(2):
+        with pytest.raises(InvalidError, match="does not confirm"):
+            OPERATIONS[operation](tier)
+    sent = len(bench.proxy.seen("PutObject")) + len(bench.proxy.seen("UploadPart"))
+    assert sent <= 4, "the parts that were on their way"
+    assert len(bench.proxy.seen("PutObject")) <= 1
+    assert bench.open_uploads() == []
+
+
+def test_what_the_store_refuses_of_it_is_not_tried_again(bench: Bench) -> None:
+    bench.proxy.inject("PutObject", refuse(400, "AccessControlListNotSupported"))
+    tier = bench.tier(retry_s=3600, s3_additional_kwargs={"ACL": "bucket-owner-read"})
+    with pytest.raises(InvalidError, match="400 AccessControlListNotSupported"):
+        tier.put("a.json", SMALL)
 
 
 # -------------------------------------------------------------------------------- redirects

@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,10 +21,12 @@ import pytest
 from dcp_tiered.format.residency import Fact, Observed, Verdict
 from dcp_tiered.policy.residency import decide
 from dcp_tiered.policy.residency_schema import parse
+from dcp_tiered.tiers.s3 import S3Tier
 from dcp_tiered.tiers.s3_pins import Pin
 from dcp_tiered.tiers.s3_requests import S3Requests
 from dcp_tiered.tiers.s3_residency import observe
 from tests.support.amazon import ACCOUNT, Amazon
+from tests.support.sources import BytesSource, pattern
 
 REGION = "eu-central-1"
 PIN = Pin(regions=(REGION,), replica_accounts=(ACCOUNT,), owner=ACCOUNT)
@@ -221,6 +223,41 @@ def test_the_key_of_a_bucket_is_named(owner: Owner, bucket: str, look, key, verd
     )
     fact = look()["encryption"]
     assert (fact.verdict, fact.values) == (verdict, values)
+
+
+def stores(amazon: Amazon, bucket: str, given: dict[str, Any]) -> S3Tier:
+    return S3Tier(
+        f"{bucket}/run",
+        amazon.options(REGION) | {"s3_additional_kwargs": given},
+        request_timeout_s=10,
+        request_retry_s=5,
+        part_bytes=5 << 20,
+    )
+
+
+def test_what_users_set_is_on_the_objects(owner: Owner, amazon: Amazon, bucket: str):
+    """moto encrypts nothing, and its checksum of an upload in parts is not that of the object."""
+    pack = pattern(70_001)
+    given = {
+        "ServerSideEncryption": "aws:kms",
+        "SSEKMSKeyId": KEY,
+        "BucketKeyEnabled": True,
+        "StorageClass": "STANDARD_IA",
+        "Tagging": "team=llm&run=42",
+    }
+    with closing(stores(amazon, bucket, given)) as tier:
+        tier.put("step-1/a.json", b"{}")
+        tier.upload("step-1/a.pack", BytesSource(pack))
+    for name, data in (("a.json", b"{}"), ("a.pack", pack)):
+        where = {"Bucket": bucket, "Key": f"run/step-1/{name}"}
+        head = owner.head_object(**where)
+        assert head["StorageClass"] == "STANDARD_IA"
+        assert head["ServerSideEncryption"] == "aws:kms"
+        assert head["SSEKMSKeyId"] == KEY
+        assert head["BucketKeyEnabled"] is True
+        tags = {tag["Key"]: tag["Value"] for tag in owner.get_object_tagging(**where)["TagSet"]}
+        assert tags == {"team": "llm", "run": "42"}
+        assert owner.get_object(**where)["Body"].read() == data
 
 
 def test_a_bucket_that_is_gone_is_denied(owner: Owner, bucket: str, look):

@@ -2,6 +2,7 @@
 
 import json
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,22 @@ def test_the_flusher_names_the_owner_on_every_write(amazon, bucket, arguments):
         if seen.method == "PUT"
     }
     assert owners == {ACCOUNT}
+
+
+def test_the_key_that_the_writer_names_is_held_to_the_policy(amazon, bucket, arguments):
+    def named(region: str) -> dict[str, Any]:
+        key = {"SSEKMSKeyId": f"arn:aws:kms:{region}:{ACCOUNT}:key/1234"}
+        given = {"ServerSideEncryption": "aws:kms"} | key
+        return {**arguments, "s3": {**arguments["s3"], "s3_additional_kwargs": given}}
+
+    with pytest.raises(ResidencyError, match="encryption is DENY") as raised:
+        save_and_wait(named("us-east-2"))
+    assert "us-east-2" in raised.value.message
+    assert bucket.objects == {}
+    end_flushers(Path(arguments["local"]))  # its options are those of the writer that started it
+    save_and_wait(named(REGION), "step-2")
+    said = {fact["name"]: fact for fact in records(bucket)[-1]["residency"]["facts"]}
+    assert said["encryption"]["values"] == [f"aws:{REGION}/{ACCOUNT}"]
 
 
 def test_a_bucket_that_is_not_allowed_holds_the_flush_and_not_the_save(

@@ -325,7 +325,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._error(412, "PreconditionFailed")
             crc = self.headers.get("x-amz-checksum-crc32c", "")
             bucket.objects[key] = (body, crc)
-            return self._reply(200, b"", {"x-amz-checksum-crc32c": crc, "ETag": '"e"'})
+            sse = "x-amz-server-side-encryption"
+            said = {"x-amz-checksum-crc32c": crc, sse: self.headers.get(sse, ""), "ETag": '"e"'}
+            return self._reply(200, b"", said)
         if self.command in ("GET", "HEAD") and key:
             if key not in bucket.objects:
                 return self._error(404, "NoSuchKey")

@@ -136,6 +136,12 @@ VIOLATING = [
     ("encryption", encryption("aws:kms", KEY), "encryption", "ALLOW"),
     ("encryption", encryption("aws:kms"), "encryption", "ALLOW"),
     ("encryption", encryption("aws:kms", "alias/mine"), "encryption", "UNKNOWN"),
+    (
+        "encryption",
+        encryption("aws:kms", KEY.replace("key/", "alias/")),
+        "encryption",
+        "UNKNOWN",
+    ),
     ("encryption", encryption("aws:kms", KEY.replace("/", "/mrk-")), "encryption", "DENY"),
     ("encryption", encryption("rot13"), "encryption", "UNKNOWN"),
     (
@@ -170,6 +176,44 @@ def test_what_a_setting_says(amazon: Amazon, setting, value, name, verdict):
     if value is not None:
         settings[setting] = value
     assert look(amazon)[name].verdict == verdict
+
+
+KMS = {"ServerSideEncryption": "aws:kms"}
+CUSTOMER = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": "k" * 32}
+ELSEWHERE_KEY = KEY.replace(REGION, "us-east-2")
+REQUESTED = {
+    "a key of the policy": (KMS | {"SSEKMSKeyId": KEY}, "ALLOW"),
+    "of another region": (KMS | {"SSEKMSKeyId": ELSEWHERE_KEY}, "DENY"),
+    "of another account": (KMS | {"SSEKMSKeyId": KEY.replace(ACCOUNT, "9" * 12)}, "DENY"),
+    "of several regions": (KMS | {"SSEKMSKeyId": KEY.replace("/", "/mrk-")}, "DENY"),
+    "of several regions, by id": (KMS | {"SSEKMSKeyId": "mrk-1234"}, "DENY"),
+    "by id": (KMS | {"SSEKMSKeyId": "1234"}, "UNKNOWN"),
+    "by alias": (KMS | {"SSEKMSKeyId": "alias/mine"}, "UNKNOWN"),
+    "by the ARN of an alias": (KMS | {"SSEKMSKeyId": KEY.replace("key/", "alias/")}, "UNKNOWN"),
+    "of AWS": (KMS, "DENY"),
+    "of the store": ({"ServerSideEncryption": "AES256"}, "DENY"),
+    "of the user": (CUSTOMER, "UNKNOWN"),
+    "of the bucket": ({"StorageClass": "STANDARD_IA"}, "ALLOW"),
+}
+
+
+@pytest.mark.parametrize(("given", "verdict"), REQUESTED.values(), ids=REQUESTED)
+def test_the_key_that_requests_name_counts(amazon: Amazon, given: dict[str, str], verdict: str):
+    """Not the bucket's own, which S3 leaves aside where a request names another or none."""
+    amazon.buckets["ckpt"].settings["encryption"] = encryption("aws:kms", KEY)
+    seen = observe(requests_to(amazon, s3_additional_kwargs=given), PIN, "run/")
+    asked = [fact.call for fact in seen.facts if fact.name == "encryption"]
+    assert ("GetBucketEncryption" in asked[0]) == ("StorageClass" in given)
+    rule = {"provider": "aws", "regions": [REGION], "owner": ACCOUNT, "require_kms": True}
+    judged = {
+        one.fact.name: one.fact
+        for one in decide(parse({"allow": [rule]}), seen, (), datetime.now(UTC)).judged
+    }
+    assert judged["encryption"].verdict == verdict
+    assert {fact.verdict.value for name, fact in judged.items() if name != "encryption"} == {
+        "ALLOW"
+    }
+    assert "k" * 32 not in repr(seen)
 
 
 def test_the_account_may_block_what_the_bucket_does_not(amazon: Amazon):
