@@ -20,14 +20,15 @@ from dcp_tiered.errors import InvalidError
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _COLLAPSED = re.compile(r"([a-z][a-z0-9+.-]*):/(?!/)")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_ANY_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _GOOGLE_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 _CREDENTIALS = re.compile(r"://[^/]*@|[^/]:[^/]*@")
 _SECRET_QUERY = ("?", "#")
 _EXAMPLE = "such as 'tiered::s3://bucket/run42'"
 _USE = (
-    "Use 's3://bucket/run', 'gs://bucket/run', 'az://container/run' or 'file:///path/run' behind"
-    " 'tiered::'."
+    "Use 's3://bucket/run', 'gs://bucket/run', 'az://container/run', 'file:///path/run' or another"
+    " object store that fsspec knows behind 'tiered::'."
 )
 
 ON_FULL = ("block", "fail", "supersede")
@@ -44,8 +45,20 @@ _PROTOCOLS = {
     "gs": ("gs", "gcs"),
     "az": ("az", "abfs", "abfss"),
 }
-"""Durable tiers that are tested, each with all its names; the first is the one in `RunUrl`."""
-_OF_ONE_PROCESS = ("memory",)
+"""Durable tiers with a client of ours, each with all its names; the first is in `RunUrl`."""
+_MOUNT = "Mount it and use 'file:///path/run'; the mount needs hard links."
+_GROWING = "arrow_hdfs asynclocal dask dbfs ftp hdfs jlab jupyter root sftp smb ssh webdav webhdfs"
+_WRAPPERS = (
+    "async_wrapper asyncwrapper blockcache cached dir filecache generic libarchive pyscript"
+    " reference simplecache tar tiered zip"
+)
+_NO_OBJECT_STORES = (
+    ("memory", "is gone with its process, and the flusher is another one", _USE),
+    (_GROWING, "shows a file while it is being written", _MOUNT),
+    (_WRAPPERS, "is no store of its own", _USE),
+    ("data dvc gist git github http https", "cannot be written to in this way", _USE),
+)
+"""What fsspec has beside object stores, why it is no durable tier, and what to do."""
 _GOOGLE_ELSEWHERE = ("STORAGE_EMULATOR_HOST", "GOOGLE_CLOUD_UNIVERSE_DOMAIN")
 """What sends the traffic of Google's clients to another place than the URL seems to say."""
 _AZURE_ACCOUNT = {
@@ -89,7 +102,8 @@ class RunUrl:
     root: str
     """Normalised: `s3://bucket/run42`, `file:///mnt/run42` or `tiered:///nvme/run42`."""
     protocol: str | None
-    """Of the durable tier: `s3`, `gs`, `az`, `file`; None when the run is local only."""
+    """Of the durable tier: `s3`, `gs`, `az`, `file`, or fsspec's name of another object store; None
+    when the run is local only."""
     path: str
     """Below the protocol: `bucket/run42`, or an absolute path."""
     local: str | None
@@ -310,14 +324,15 @@ def parse_url(url: str | os.PathLike[str]) -> RunUrl:
         if protocol in names:
             path = _bucket_path(text, path, _GOOGLE_BUCKET if name == "gs" else _BUCKET)
             return RunUrl(root=f"{name}://{path}", protocol=name, path=path, local=local)
-    raise _unsupported(text, protocol)
+    _refuse_no_object_store(text, protocol)
+    path = _bucket_path(text, path, _ANY_BUCKET)
+    return RunUrl(root=f"{protocol}://{path}", protocol=protocol, path=path, local=local)
 
 
-def _unsupported(text: str, protocol: str) -> InvalidError:
-    if protocol in _OF_ONE_PROCESS:
-        what = "is gone with its process, and the flusher is another one"
-        return _invalid(text, f"uses protocol {protocol!r}, which {what}", _USE)
-    return _invalid(text, f"uses protocol {protocol!r}, which is not supported", _USE)
+def _refuse_no_object_store(text: str, protocol: str) -> None:
+    for names, why, hint in _NO_OBJECT_STORES:
+        if protocol in names.split():
+            raise _invalid(text, f"uses protocol {protocol!r}, which {why}", hint)
 
 
 def _azure_environment(options: dict[str, Any]) -> dict[str, Any]:
@@ -565,7 +580,7 @@ def residency_source(given: Any) -> Mapping[str, Any] | str | None:
 
 
 def _aliases(protocol: str | None) -> tuple[str, ...]:
-    return _PROTOCOLS.get(protocol or "", ())[::-1]
+    return _PROTOCOLS.get(protocol, (protocol,))[::-1] if protocol else ()
 
 
 def launch_environment() -> tuple[int | None, int | None]:

@@ -56,6 +56,8 @@ class Tier(Protocol):
     """`local` or `durable`."""
     url: str
     """For messages; holds no secret."""
+    keeps_writers_apart: bool
+    """Whether of those that put a key at one instant one wins, as far as a client can tell."""
 
     def put(self, key: str, data: bytes) -> None:
         """Create a small object: when this returns it survives a crash and is visible whole.

@@ -35,6 +35,7 @@ from dcp_tiered.services.residency_note import (
 )
 from dcp_tiered.services.resident_tier import ReadFromResident, ResidentTier
 from dcp_tiered.tiers.azure import AzurePlace
+from dcp_tiered.tiers.fsspec_store import FsspecPlace
 from dcp_tiered.tiers.gcs import GcsPlace
 from dcp_tiered.tiers.host_pins import HostPin, azure_account, bare, google_endpoint
 from dcp_tiered.tiers.mount_residency import MountLook
@@ -210,13 +211,23 @@ def durable_tier(settings: Settings, limits: Limits | None = None) -> DurableTie
 def _object_store(settings: Settings, bounds: Limits, policy: Policy | None) -> ObjectStoreTier:
     bucket, _, prefix = settings.url.path.partition("/")
     options, timeout_s = settings.options, bounds.request_timeout_s
-    place: GcsPlace | AzurePlace
-    if settings.url.protocol == "gs":
+    place: GcsPlace | AzurePlace | FsspecPlace
+    protocol = str(settings.url.protocol)
+    if protocol == "gs":
         google = None if policy is None else _google_pin(policy, settings)
         place = GcsPlace(bucket, options, timeout_s, bounds.connections_max, google)
-    else:
+    elif protocol == "az":
         azure = None if policy is None else _azure_pin(policy, settings)
         place = AzurePlace(bucket, options, timeout_s, azure)
+    elif policy is not None:
+        raise ResidencyError(
+            f"no residency policy can allow {protocol}: fsspec does not say where a bucket is",
+            "durable",
+            settings.url.root,
+            "Use S3, Google, Azure or a mount, or leave the policy out; see docs/residency.md.",
+        )
+    else:
+        place = FsspecPlace(protocol, bucket, options, timeout_s, bounds.part_bytes)
     return ObjectStoreTier(
         place,
         prefix,

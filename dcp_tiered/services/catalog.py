@@ -318,8 +318,11 @@ class Catalog:
     def is_exclusive(self, published: Published) -> bool:
         """Tell whether the durable tier refuses a key that is taken.
 
-        Asked with a manifest that is there already: where it is replaced, it is by itself.
+        Asked with a manifest that is there already: where it is replaced, it is by itself. A client
+        that can only look before it writes is not asked: that would find what it has just put.
         """
+        if not self._need_durable().keeps_writers_apart:
+            return False
         head = published.head
         key = layout.key(head.checkpoint_id, layout.manifest_name(head.attempt))
         try:

@@ -54,7 +54,7 @@ _WANTED_PAUSE_S = 1.0
 _HELD_UP_PAUSE_S = 1.0
 """Pause between two looks for the end of an upload that others do not wait for."""
 _SETTLE_S = 2.0
-"""How long a record has to stand before it is believed, in a store that replaces what is there."""
+"""How long a record stands before it is believed, where two writers may replace one another."""
 _OTHERS_PAUSE_SHARE = 0.25
 """Of the time waited so far: so the looks grow with its logarithm, and not with the time."""
 
@@ -472,7 +472,7 @@ class Flusher:
         if self._exclusive is None:
             self._exclusive = self._catalog.is_exclusive(published)
             if not self._exclusive:
-                _log.warning("the store replaces what is there: no other node takes a commit over")
+                _log.warning("two writers may replace one another: no node takes a commit over")
         exclusive = self._exclusive
         if not exclusive and turn > 0:
             raise IncompleteError(

@@ -15,6 +15,7 @@ class WrappedTier:
     def __init__(self, tier: DurableTier) -> None:
         self._tier = tier
         self.name, self.url = tier.name, tier.url
+        self.keeps_writers_apart = tier.keeps_writers_apart
 
     def put(self, key: str, data: bytes) -> None:
         """Create a small object; see `Tier.put`."""

@@ -71,6 +71,7 @@ class AzurePlace:
     """
 
     chunk_bytes = 1
+    keeps_writers_apart = True
 
     def __init__(
         self,

@@ -74,6 +74,7 @@ class GcsPlace:
     """
 
     chunk_bytes = 256 << 10
+    keeps_writers_apart = True
 
     def __init__(
         self,

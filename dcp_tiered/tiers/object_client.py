@@ -101,6 +101,8 @@ class Place(Protocol[C_co]):
     """For messages; holds no secret."""
     chunk_bytes: int
     """What the parts of a large object have to be a multiple of, save the last."""
+    keeps_writers_apart: bool
+    """See `Tier`; a client that only looks before it writes does not."""
 
     def connect(self) -> C_co:
         """Return a client of this process. Nothing is sent yet, except to find credentials."""

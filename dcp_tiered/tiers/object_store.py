@@ -65,6 +65,7 @@ class ObjectStoreTier:
         self._retry_s = request_retry_s
         self._part_bytes = part_bytes
         self._chunk_bytes = place.chunk_bytes
+        self.keeps_writers_apart = place.keeps_writers_apart
         self._bucket_answers = False
         self.url = f"{place.url}/{prefix}"
 
@@ -83,6 +84,9 @@ class ObjectStoreTier:
             is_same = self.get(key, len(data)) == data
         else:
             is_same = (info.length, info.crc32c) == (len(data), crc)
+        if not is_same and not self.keeps_writers_apart:
+            text = "another writer has replaced the object meanwhile"
+            raise AlreadyExistsError(text, self.name, self._where(key))
         if not is_same:
             raise CorruptError("object has other bytes than were sent", self.name, self._where(key))
 
@@ -114,7 +118,7 @@ class ObjectStoreTier:
         return info
 
     def drop_uploads(self, prefix: str) -> None:
-        """Do nothing: these stores drop what was begun and not ended by themselves."""
+        """Do nothing: these stores drop what was begun and not ended, by themselves or a rule."""
 
     def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole; see `Tier.get`."""

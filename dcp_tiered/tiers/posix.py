@@ -44,6 +44,8 @@ class PosixTier:
         name: `local` or `durable`.
     """
 
+    keeps_writers_apart = True
+
     def __init__(self, root: Path, base: Path, name: str) -> None:
         self.root = root
         self.base = base

@@ -66,6 +66,7 @@ class S3Tier:
     """
 
     name = "durable"
+    keeps_writers_apart = True
 
     def __init__(
         self,

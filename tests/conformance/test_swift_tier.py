@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from dcp_tiered.tiers.s3 import S3Tier
+from tests.conformance.test_fsspec_tier import TestFsspecS3Tier as FsspecSuite
 from tests.conformance.test_s3_tier import S3Store
 from tests.conformance.tier_suite import PART_BYTES, TierSuite
+from tests.support import shelves
 from tests.support.round_trip import round_trip
 from tests.support.servers import SwiftStore, swift_store
 
@@ -58,6 +60,23 @@ class TestS3TierOnSwift(TierSuite):
             request_retry_s=10,
             part_bytes=PART_BYTES,
         )
+
+
+@pytest.mark.torture
+class TestFsspecOnSwift(FsspecSuite):
+    """Through s3fs, as in `test_fsspec_tier`: a second server for that client too."""
+
+    lets_one_in = False
+
+    @pytest.fixture(autouse=True)
+    def _server(self, server: SwiftStore, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.server, self.client = server, client
+        shelves.install(monkeypatch)
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _client(cls) -> None:
+        """SeaweedFS is not asked."""
 
 
 def test_a_run_goes_through_swift_and_back(server: SwiftStore, client: Any, local: Path) -> None:

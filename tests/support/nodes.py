@@ -28,6 +28,7 @@ class CountingTier:
         self._tier = tier
         self._lock = threading.Lock()
         self.name, self.url = tier.name, tier.url
+        self.keeps_writers_apart = True
         self.requests: Counter[str] = Counter()
 
     def _count(self, name: str) -> None:

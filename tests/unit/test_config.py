@@ -59,6 +59,7 @@ GOOD = {
     "tiered::local:///mnt/run": ("file:///mnt/run", "file", "/mnt/run", None),
     "tiered:///nvme/run": ("tiered:///nvme/run", None, "/nvme/run", "/nvme/run"),
     "tiered:////nvme//run/": ("tiered:///nvme/run", None, "/nvme/run", "/nvme/run"),
+    "tiered::oss://Bucket_1//run/": ("oss://Bucket_1/run", "oss", "Bucket_1/run", None),
     "tiered:///nvme::s3://b42/p": ("s3://b42/p", "s3", "b42/p", "/nvme"),
     "tiered:///nvme/::file:///mnt/p/": ("file:///mnt/p", "file", "/mnt/p", "/nvme"),
 }
@@ -108,9 +109,19 @@ BAD = {
     "tiered::simplecache::s3://bucket/run": "chains",
     "tiered:///nvme::filecache::s3://bucket/run": "chains",
     "simplecache::tiered::s3://bucket/run": "tiered::",
-    "tiered::http://host/run": "not supported",
+    "tiered::http://host/run": "cannot be written to",
+    "tiered::github://org/run": "cannot be written to",
     "tiered::memory://run": "gone with its process",
-    "tiered::sftp://host/run": "not supported",
+    "tiered::simplecache://bucket/run": "no store of its own",
+    "tiered::tiered://bucket/run": "no store of its own",
+    **{
+        f"tiered::{name}://host/run": "file:///path/run"
+        for name in ("sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "dbfs", "webdav")
+    },
+    "tiered::oss://": "bucket",
+    "tiered::oss://bucket": "whole bucket",
+    "tiered::oss://.hidden/run": "bucket",
+    "tiered::oss://bucket/a/../b": "'..'",
     "tiered::az://container@account.dfs.core.windows.net/run": "account_name",
     "tiered::gs://bucket": "whole bucket",
     "tiered::az://Container/run": "bucket",
@@ -436,3 +447,20 @@ def test_an_account_host_with_a_token_is_refused_and_not_repeated() -> None:
     with pytest.raises(InvalidError) as raised:
         settings("tiered::az://c42/run", options={"az": {"account_host": "h?sig=canary"}})
     assert "canary" not in str(raised.value)
+
+
+def test_options_of_any_protocol_are_taken_and_not_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for the stores that we know: what is given counts more than the environment."""
+    monkeypatch.setenv("FSSPEC_OSS_KEY", "canary-from-the-environment")
+    monkeypatch.setenv("FSSPEC_OSS_ENDPOINT", "https://theirs.example")
+    given = {"oss": {"endpoint": "https://ours.example", "secret": "canary"}}
+    made = settings("tiered::oss://bucket/run", options=given)
+    assert dict(made.options) == {
+        "key": "canary-from-the-environment",
+        "endpoint": "https://ours.example",
+        "secret": "canary",
+    }
+    assert made.public_options() == {}
+    assert "canary" not in repr(made)
+    with pytest.raises(InvalidError, match="does not use"):
+        settings("tiered::oss://bucket/run", options={"s3": {"key": "k"}})
