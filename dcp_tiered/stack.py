@@ -18,6 +18,7 @@ from dcp_tiered.format.residency import Fact, Observed, Verdict
 from dcp_tiered.interfaces import DurableTier, Engine, LocalTier
 from dcp_tiered.policy import residency_schema
 from dcp_tiered.policy.residency import READING, Decision, Policy, Rule, decide
+from dcp_tiered.run_url import parse_url
 from dcp_tiered.services import launcher, run_directory
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.flusher import Flusher
@@ -473,5 +474,5 @@ def _plain(policy: Policy | None) -> dict[str, Any] | None:
 
 
 def _by_protocol(order: launcher.Order) -> dict[str, dict[str, object]]:
-    protocol = config.parse_url(order.url).protocol
+    protocol = parse_url(order.url).protocol
     return {protocol: order.options} if protocol else {}

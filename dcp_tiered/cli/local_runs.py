@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dcp_tiered import config
 from dcp_tiered.cli import common
 from dcp_tiered.errors import TieredError, UnavailableError
+from dcp_tiered.run_url import parse_url
 from dcp_tiered.services import progress, run_directory
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.launcher import Order
@@ -28,7 +29,7 @@ def orders(arguments: argparse.Namespace) -> Iterator[tuple[PosixTier, Order | N
     options = common.parse_options(arguments.option)
     for tier in common.run_directories(arguments.local):
         url, noted = run_directory.run_of(tier)
-        protocol = config.parse_url(url).protocol
+        protocol = parse_url(url).protocol
         if protocol is None:
             yield tier, None
             continue

@@ -9,6 +9,7 @@ from dcp_tiered.errors import InvalidError
 from dcp_tiered.policy import residency_schema
 from dcp_tiered.policy.permissions import ROLES
 from dcp_tiered.policy.residency_export import FORMS, export
+from dcp_tiered.run_url import parse_url
 
 _NOTES = {
     "iam": "attach it to every role of the run, beside what --role prints; it only denies",
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = config.residency_source(arguments.policy)
     assert given is not None, "--policy is required"
     policy = residency_schema.parse(given)
-    root = config.parse_url(arguments.url).root
+    root = parse_url(arguments.url).root
     print(export(policy, root, arguments.form, arguments.role), end="")
     if arguments.role is None:
         print(f"dcp-tiered: {_NOTES[arguments.form]}", file=sys.stderr)

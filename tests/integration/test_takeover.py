@@ -16,8 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tiered import TieredReader, TieredWriter, config, stack
-from dcp_tiered.config import parse_url
 from dcp_tiered.format import layout
+from dcp_tiered.run_url import parse_url
 from dcp_tiered.services import identity, progress
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.lock import FlusherLock

@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tiered import TieredError, TieredReader, TieredWriter, cause
-from dcp_tiered.config import parse_url
 from dcp_tiered.format import layout
+from dcp_tiered.run_url import parse_url
 from dcp_tiered.services import identity
 from dcp_tiered.services.lock import FlusherLock
 from tests.conftest import Run

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_tiered.config import RunUrl, parse_url, settings
+from dcp_tiered.config import settings
 from dcp_tiered.errors import InvalidError
+from dcp_tiered.run_url import RunUrl, parse_url
 
 # -------------------------------------------------------------------------------------- URLs
 
