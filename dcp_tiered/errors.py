@@ -8,7 +8,8 @@
     ├── AbsentError           it is definitely not there
     │   └── NoCheckpointError     a run without any checkpoint: the only reason to start fresh
     ├── ConflictError         another attempt owns this name
-    │   └── AlreadyExistsError    a create-only object is there already
+    │   ├── AlreadyExistsError    a create-only object is there already
+    │   └── ExpiredError          it was removed from the durable tier
     ├── ResidencyError        not allowed in that place
     └── BackpressureError     a bounded queue is full
         └── SupersededError       its flush was given up for newer ones: wait for one of those
@@ -25,6 +26,7 @@ __all__ = [
     "BackpressureError",
     "ConflictError",
     "CorruptError",
+    "ExpiredError",
     "IncompleteError",
     "InvalidError",
     "NoCheckpointError",
@@ -106,6 +108,10 @@ class ConflictError(TieredError):
 
 class AlreadyExistsError(ConflictError):
     """Report a create-only object that is there already, perhaps by a lost reply of ours."""
+
+
+class ExpiredError(ConflictError):
+    """Report a checkpoint that was committed, and was removed from the durable tier since then."""
 
 
 class ResidencyError(TieredError):

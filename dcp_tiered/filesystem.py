@@ -15,7 +15,7 @@ from fsspec.implementations.chained import ChainedFileSystem
 from dcp_tiered import config, stack
 from dcp_tiered.errors import InvalidError
 from dcp_tiered.format import layout
-from dcp_tiered.format.records import Commit
+from dcp_tiered.format.records import Commit, Expired
 
 
 class TieredFileSystem(ChainedFileSystem):
@@ -96,15 +96,19 @@ class TieredFileSystem(ChainedFileSystem):
 
     def _checkpoints(self, built: stack.Stack, run: str) -> list[dict[str, Any]]:
         catalog = built.catalog
-        sizes = {}
-        for checkpoint_id in catalog.local_ids():
-            published = catalog.published(checkpoint_id)
-            if published is not None:
-                sizes[checkpoint_id] = published.head.bytes_stored()
+        found = {name: catalog.published(name) for name in catalog.local_ids()}
+        heads = {name: one.head for name, one in found.items() if one is not None}
+        sizes = {name: head.bytes_stored() for name, head in heads.items()}
         if built.durable is not None:
             for checkpoint_id, state in catalog.states().items():
                 if isinstance(state, Commit):
                     sizes[checkpoint_id] = state.bytes_stored
+                elif (
+                    isinstance(state, Expired)
+                    and (head := heads.get(checkpoint_id)) is not None
+                    and catalog.is_expired(head)
+                ):
+                    del sizes[checkpoint_id]
         return [
             {"name": f"{run}/{name}", "size": size, "type": "directory"}
             for name, size in sorted(sizes.items())

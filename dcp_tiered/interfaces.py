@@ -132,6 +132,16 @@ class DurableTier(Tier, Protocol):
         """
         ...
 
+    def delete(self, key: str) -> None:
+        """Remove an object: when this returns it is gone, also after a crash.
+
+        What is not there is a success: an earlier try whose reply was lost may have removed it.
+
+        Raises:
+            InvalidError: It may not be removed by this user.
+        """
+        ...
+
     def drop_uploads(self, prefix: str) -> None:
         """Let go of unfinished uploads whose keys begin with a prefix, whoever began them.
 

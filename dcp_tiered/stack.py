@@ -34,7 +34,11 @@ from dcp_tiered.services.residency_note import (
     noted_policy,
     read_note,
 )
-from dcp_tiered.services.resident_tier import ReadFromResident, ResidentTier
+from dcp_tiered.services.resident_tier import (
+    ReadFromResident,
+    RemoveFromResident,
+    ResidentTier,
+)
 from dcp_tiered.tiers.azure import AzurePlace
 from dcp_tiered.tiers.fsspec_store import FsspecPlace
 from dcp_tiered.tiers.gcs import GcsPlace
@@ -139,12 +143,24 @@ def build_reading(settings: Settings) -> Stack:
         InvalidError: The residency policy is none.
         ResidencyError: It has no rule for such a durable tier.
     """
-    built = build(settings)
+    return _in_place(build(settings), ReadFromResident)
+
+
+def build_removing(settings: Settings) -> Stack:
+    """Build the tiers of a run of which something is removed; see `build_reading`."""
+    return _in_place(build(settings), RemoveFromResident)
+
+
+def _in_place(built: Stack, wrapper: type[ReadFromResident]) -> Stack:
+    """Hold a run's durable tier to the place that its policy wants, whoever else reads there.
+
+    What is taken out of a bucket need not wait until that is private.
+    """
     if built.policy is None or built.durable is None:
         return built
     asked = built.durable
     check = PolicyCheck(built.policy, _look_at_place(asked), required=READING)
-    checked = ReadFromResident(asked, check)
+    checked = wrapper(asked, check)
     return replace(built, durable=checked, catalog=Catalog(built.local, checked))
 
 

@@ -41,13 +41,14 @@ from dcp_tiered.errors import (
 from dcp_tiered.format import layout
 from dcp_tiered.format.manifest import Head, Manifest, ShardRef
 from dcp_tiered.format.plain import to_tagged
-from dcp_tiered.format.records import Commit
+from dcp_tiered.format.records import Commit, Expired
 from dcp_tiered.format.shardfile import DTYPES, Header
 from dcp_tiered.metrics import Sample
 from dcp_tiered.policy import completeness
 from dcp_tiered.save_shard import ShardResult, ShardWriter
 from dcp_tiered.services import identity, incidents, progress, run_directory, store_question
-from dcp_tiered.services.catalog import Published, taken
+from dcp_tiered.services.catalog import Published
+from dcp_tiered.services.conflicts import taken
 from dcp_tiered.services.local_space import LocalSpace
 from dcp_tiered.services.progress import CheckpointStatus
 from dcp_tiered.version import __version__
@@ -288,8 +289,10 @@ class TieredWriter(StorageWriter, AsyncStager):
             supersedes |= {published.head.attempt, *published.head.supersedes}
         noted = catalog.noted(save.checkpoint_id)
         state, last = self._ask_durable(save.checkpoint_id)
+        if isinstance(state, Expired):
+            noted = None  # it was removed since this node last looked
         for commit in (noted, state):
-            if commit is not None:
+            if isinstance(commit, Commit):
                 if not self._overwrite:
                     raise taken(save.checkpoint_id, "durable", "committed", commit.attempt)
                 supersedes.add(commit.attempt)
@@ -406,6 +409,7 @@ class TieredWriter(StorageWriter, AsyncStager):
 
         Raises:
             ConflictError: Another job committed this id first.
+            ExpiredError: It was durable, and was removed from the durable tier since then.
             InvalidError: The durable tier refuses: a wrong bucket or key, say.
             ResidencyError: The residency policy does not allow the durable tier.
             SupersededError: Its flush was given up for newer ones (`on_full="supersede"`).
@@ -487,7 +491,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         except TieredError as exc:
             _log.error("the checkpoint is local and nobody uploads it: %s", exc)
 
-    def _ask_durable(self, checkpoint_id: str) -> tuple[Commit | None, int]:
+    def _ask_durable(self, checkpoint_id: str) -> tuple[Commit | Expired | None, int]:
         """Ask the durable tier about an id, with little time; see `store_question.ask`."""
         limits = self._settings.limits
         quick = Limits(request_timeout_s=limits.store_check_s, request_retry_s=0.0)

@@ -81,6 +81,11 @@ def parse_options(pairs: list[str]) -> dict[str, dict[str, Any]]:
     return options
 
 
+def build_removing(url: str, pairs: list[str]) -> stack.Stack:
+    """Build the durable tier of a run of which something is removed."""
+    return stack.build_removing(config.settings(url, None, parse_options(pairs), _PATIENCE))
+
+
 def build(url: str, local: str | None, pairs: list[str]) -> stack.Stack:
     """Build the tiers of a run as the user named it; what its node noted fills in options."""
     given = parse_options(pairs)

@@ -148,9 +148,9 @@ def _tell(tier: PosixTier, order: Order, before: list[str], ended: Drained) -> i
     """Print what became durable and what did not; return the exit code."""
     left = {line.checkpoint_id: line for line in local_runs.open_lines(tier)}
     kept = {name: str(error) for name, error in ended.errors.items()}
-    given_up = local_runs.superseded(tier)
+    given_up = local_runs.given_up(tier)
     for checkpoint_id, line in given_up.items():
-        print(f"{order.url}: {checkpoint_id}: superseded: {line.error}")
+        print(f"{order.url}: {checkpoint_id}: {line.state}: {line.error}")
     for checkpoint_id in before:
         if checkpoint_id not in left and checkpoint_id not in given_up:
             print(f"{order.url}: {checkpoint_id}: durable")

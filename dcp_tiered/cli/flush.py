@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 from dcp_tiered import stack
@@ -50,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         for checkpoint_id, error in sorted(failures.items()):
             print(f"dcp-tiered: {checkpoint_id}: {error}", file=sys.stderr)
             code = code or common.exit_code(error)
-        given_up = len(local_runs.superseded(tier))
-        but = f", but {given_up} superseded" if given_up else ""
+        states = Counter(line.state for line in local_runs.given_up(tier).values())
+        but = "".join(f", but {number} {state}" for state, number in sorted(states.items()))
         print(f"{order.url}: {f'{len(failures)} not' if failures else 'all'} durable{but}")
     return code
 

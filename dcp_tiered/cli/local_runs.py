@@ -13,6 +13,9 @@ from dcp_tiered.services.launcher import Order
 from dcp_tiered.services.progress import CheckpointStatus
 from dcp_tiered.tiers.posix import PosixTier
 
+_GIVEN_UP = ("superseded", "expired")
+_ENDED = ("durable", "saving", *_GIVEN_UP)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the local tier and the options of the durable one."""
@@ -51,16 +54,17 @@ def orders(arguments: argparse.Namespace) -> Iterator[tuple[PosixTier, Order | N
 def open_lines(tier: PosixTier) -> list[CheckpointStatus]:
     """Return what is on this node and to become durable.
 
-    Neither a save that was never published is meant nor one whose flush was given up.
+    Neither a save that was never published is meant nor one whose flush was given up, nor what was
+    removed from the durable tier.
     """
     lines = progress.status(Catalog(tier, None), tier)
-    return [line for line in lines if line.state not in ("durable", "saving", "superseded")]
+    return [line for line in lines if line.state not in _ENDED]
 
 
-def superseded(tier: PosixTier) -> dict[str, CheckpointStatus]:
-    """Return what is on this node and was given up, by id."""
+def given_up(tier: PosixTier) -> dict[str, CheckpointStatus]:
+    """Return what is on this node and will not be durable, superseded or removed, by id."""
     lines = progress.status(Catalog(tier, None), tier)
-    return {line.checkpoint_id: line for line in lines if line.state == "superseded"}
+    return {line.checkpoint_id: line for line in lines if line.state in _GIVEN_UP}
 
 
 def open_states(tier: PosixTier) -> dict[str, TieredError]:

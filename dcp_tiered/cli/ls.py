@@ -9,6 +9,7 @@ from rich.table import Table
 
 from dcp_tiered.cli import common
 from dcp_tiered.errors import TieredError
+from dcp_tiered.format import layout
 from dcp_tiered.format.records import Commit, Expired
 from dcp_tiered.services.catalog import Catalog
 
@@ -87,12 +88,12 @@ def _line(catalog: Catalog, checkpoint_id: str, state: Commit | Expired | None) 
             objects=len(state.packs),
             reason="",
         )
-    if isinstance(state, Expired):
-        return _empty(checkpoint_id, "expired", "deletion may have begun")
     try:
         published = catalog.published(checkpoint_id)
     except TieredError as exc:
         return _empty(checkpoint_id, "incomplete", exc.message)
+    if isinstance(state, Expired) and (published is None or catalog.is_expired(published.head)):
+        return _empty(checkpoint_id, "expired", _left(catalog, checkpoint_id))
     if published is None:
         reason = "no commit: still being written, or its save was cut off"
         return _empty(checkpoint_id, "incomplete", reason)
@@ -106,6 +107,16 @@ def _line(catalog: Catalog, checkpoint_id: str, state: Commit | Expired | None) 
         objects=0,
         reason="",
     )
+
+
+def _left(catalog: Catalog, checkpoint_id: str) -> str:
+    """Return what is to be said of a checkpoint that was removed."""
+    assert catalog.durable is not None, "who else would say that it was"
+    names = (key.partition("/")[2] for key in catalog.durable.list_keys(checkpoint_id))
+    left = sum(layout.record_number(name) is None for name in names)
+    if not left:
+        return "removed"
+    return f"{left} objects are left: 'dcp-tiered rm URL {checkpoint_id}' goes on with them"
 
 
 def _empty(checkpoint_id: str, state: str, reason: str) -> Line:

@@ -90,7 +90,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expired:
-    """The id is no longer a checkpoint; its data may go after the grace time."""
+    """The id is no longer a checkpoint: what was committed before is withdrawn, its data may go."""
 
     checkpoint_id: str
 
@@ -166,6 +166,28 @@ def state_of(records: Mapping[int, Record]) -> tuple[int, Commit | Expired | Non
 def is_fenced(records: Iterable[Record], attempt: str) -> bool:
     """Tell whether a log declares an attempt dead."""
     return any(isinstance(record, Fence) and attempt in record.attempts for record in records)
+
+
+def expired_commits(records: Mapping[int, Record]) -> list[Commit]:
+    """Return the commits in a log that were withdrawn, the last one last."""
+    last = max((n for n, record in records.items() if isinstance(record, Expired)), default=0)
+    below = (record for number, record in sorted(records.items()) if number < last)
+    return [record for record in below if isinstance(record, Commit)]
+
+
+def is_withdrawn(
+    records: Mapping[int, Record], attempt: str, sequence: int, supersedes: Collection[str]
+) -> bool:
+    """Tell whether a log lets an attempt be committed no more because the id was removed.
+
+    That is so for what was committed before the removal, and for what lost against it: a removal
+    is no reason for an older save to come back under the id. A newer one may.
+    """
+    return any(
+        commit.attempt == attempt
+        or (commit.sequence >= sequence and commit.attempt not in supersedes)
+        for commit in expired_commits(records)
+    )
 
 
 def with_sum(fields: dict[str, Any]) -> bytes:

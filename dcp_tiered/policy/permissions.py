@@ -57,6 +57,12 @@ ROLES = {
         keys=("kms:Decrypt", "kms:GenerateDataKey"),
     ),
     "reader": _READS,
+    # Reads records and what no commit names, withdraws by a record, aborts open uploads.
+    "remover": Permissions(
+        objects=tuple(sorted((*_PUT, "s3:DeleteObject"))),
+        bucket=_LIST_UPLOADS,
+        keys=("kms:Decrypt", "kms:GenerateDataKey"),
+    ),
     "checker": Permissions(bucket=_LOOK, buckets=_FOLLOW, account=_ACCOUNT),
 }
 

@@ -42,11 +42,14 @@ from dcp_tiered.format.records import (
     Record,
     decode_record,
     encode_record,
+    expired_commits,
     is_fenced,
+    is_withdrawn,
     state_of,
 )
 from dcp_tiered.interfaces import LocalTier, Tier
 from dcp_tiered.services import superseded_notes
+from dcp_tiered.services.conflicts import taken, too_many_rivals, withdrawn
 from dcp_tiered.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -67,6 +70,21 @@ class Published:
     data: bytes = field(repr=False)
     """The stored bytes of the manifest."""
     sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalCopy:
+    """What one rank sees of one checkpoint on its node."""
+
+    checkpoint_id: str
+    attempt: str
+    sequence: int
+    supersedes: tuple[str, ...]
+    sha256: str
+    missing: int
+    """Shard files that are not here."""
+    noted: Commit | None
+    """This node's copy of its commit."""
 
 
 class Catalog:
@@ -244,6 +262,16 @@ class Catalog:
             return None
         return state if isinstance(state, Commit) else None
 
+    def noted_expired(self, checkpoint_id: str) -> Commit | None:
+        """Return the commit of an id that this node knows to be withdrawn, if it is the last."""
+        try:
+            copies = self._copies(checkpoint_id)
+        except (CorruptError, InvalidError):
+            return None
+        withdrawn = expired_commits(copies)
+        is_expired = isinstance(state_of(copies)[1], Expired)
+        return withdrawn[-1] if is_expired and withdrawn else None
+
     def noted_shards(self, checkpoint_id: str) -> set[str]:
         """Return the shard files that any commit copied to this node places, old ones too."""
         try:
@@ -275,6 +303,11 @@ class Catalog:
                 return
             _log.warning("replacing a copy of a record that differs from it: %s", key)
             replace(local, key, data)
+
+    def note_log(self, checkpoint_id: str) -> None:
+        """Keep copies of what the durable tier says of an id, now that it was removed there."""
+        for number, record in sorted(self.records(checkpoint_id).items()):
+            self.note(record, number)
 
     def _copies(self, checkpoint_id: str) -> dict[int, Record]:
         return {} if self.local is None else self.records(checkpoint_id, self.local)
@@ -389,6 +422,7 @@ class Catalog:
 
         Raises:
             ConflictError: Another attempt is committed.
+            ExpiredError: This attempt was committed, and removed since then.
             SupersededError: This attempt was declared dead.
         """
         records = self.records(head.checkpoint_id) if log is None else log
@@ -405,7 +439,38 @@ class Catalog:
                 head.checkpoint_id,
                 "Save again; its local copy can still be loaded on this node.",
             )
+        if is_withdrawn(records, head.attempt, head.sequence, head.supersedes):
+            raise withdrawn(head, expired_commits(records))
         return highest, None
+
+    def is_expired(self, saved: Head | LocalCopy) -> bool:
+        """Tell whether an attempt on this node went when its id was removed; asks the store."""
+        log = self.records(saved.checkpoint_id)
+        return is_withdrawn(log, saved.attempt, saved.sequence, saved.supersedes)
+
+    def expire(self, commit: Commit) -> None:
+        """Withdraw a commit: the id is no checkpoint from then on, whatever of it is still there.
+
+        Raises:
+            ConflictError: Another attempt was committed meanwhile.
+        """
+        durable, checkpoint_id = self._need_durable(), commit.checkpoint_id
+        record = encode_record(Expired(checkpoint_id=checkpoint_id), __version__)
+        for _ in range(_APPEND_TRIES_MAX):
+            highest, state = state_of(self.records(checkpoint_id))
+            if isinstance(state, Expired):
+                return
+            if state is None or state.attempt != commit.attempt:
+                raise ConflictError(
+                    f"checkpoint {checkpoint_id!r} was saved again meanwhile",
+                    "durable",
+                    checkpoint_id,
+                    "Nothing of it was removed; look at 'dcp-tiered ls URL' and try again.",
+                )
+            key = layout.key(checkpoint_id, layout.record_name(highest + 1))
+            with contextlib.suppress(AlreadyExistsError):  # perhaps by a try whose reply was lost
+                durable.put(key, record)
+        raise too_many_rivals(checkpoint_id)
 
     def commit(self, head: Head, make: Callable[[], Commit], settle_s: float = 0.0) -> Commit:
         """Append the commit of an attempt and return it as it was read back.
@@ -433,7 +498,7 @@ class Catalog:
             except AlreadyExistsError:
                 continue
             time.sleep(settle_s)
-        raise _too_many_rivals(head.checkpoint_id)
+        raise too_many_rivals(head.checkpoint_id)
 
     def fence(self, checkpoint_id: str, attempt: str, prepare: Callable[[], None]) -> Commit | None:
         """Declare an attempt dead, keep a copy of the record, and return its commit if it has one.
@@ -460,7 +525,7 @@ class Catalog:
             key = layout.key(checkpoint_id, layout.record_name(max(log, default=0) + 1))
             with contextlib.suppress(AlreadyExistsError):
                 durable.put(key, encode_record(fence, __version__))
-        raise _too_many_rivals(checkpoint_id)
+        raise too_many_rivals(checkpoint_id)
 
     def _numbers(
         self, tier: Tier | None, checkpoint_id: str, number_of: Callable[[str], int | None]
@@ -502,20 +567,6 @@ def _is_copy(local: LocalTier, key: str, data: bytes) -> bool:
         return local.get(key, RECORD_BYTES_MAX) == data
     except (AbsentError, CorruptError):
         return False
-
-
-def _too_many_rivals(checkpoint_id: str) -> ConflictError:
-    return ConflictError("others keep appending records to this id", "durable", checkpoint_id)
-
-
-def taken(checkpoint_id: str, tier: str, how: str, attempt: str) -> ConflictError:
-    """Return the error for an id that another attempt owns."""
-    return ConflictError(
-        f"checkpoint {checkpoint_id!r} is {how} already, by attempt {attempt}",
-        tier,
-        checkpoint_id,
-        "Save under another checkpoint_id, or pass overwrite=True to TieredWriter to replace it.",
-    )
 
 
 def newest(states: Mapping[str, Commit | Expired | None]) -> Commit | None:

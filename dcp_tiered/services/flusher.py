@@ -15,6 +15,7 @@ from dcp_tiered.config import Limits
 from dcp_tiered.errors import (
     ConflictError,
     CorruptError,
+    ExpiredError,
     IncompleteError,
     InvalidError,
     ResidencyError,
@@ -284,12 +285,14 @@ class Flusher:
                 attempt=head.attempt,
                 sequence=head.sequence,
                 since=time.monotonic(),
-                settled=self._is_noted(published) or self._is_given_up(head),
+                settled=self._is_noted(head) or self._is_given_up(head),
             )
 
-    def _is_noted(self, published: Published) -> bool:
-        noted = self._catalog.noted(published.head.checkpoint_id)
-        return noted is not None and noted.attempt == published.head.attempt
+    def _is_noted(self, head: Head) -> bool:
+        """Tell whether this node knows an attempt to be durable, or to have been and be removed."""
+        catalog, name = self._catalog, head.checkpoint_id
+        known = catalog.noted(name) or catalog.noted_expired(name)
+        return known is not None and known.attempt == head.attempt
 
     def _give_up_damaged(self, checkpoint_id: str, exc: TieredError) -> None:
         state = self._open.get(checkpoint_id)
@@ -311,6 +314,9 @@ class Flusher:
             commit = self._flush(published)
         except SupersededError as exc:
             self._end_superseded(checkpoint_id, state, exc)
+        except ExpiredError as exc:
+            self._end_quietly(checkpoint_id, state)
+            _log.warning("removed: %s, attempt %s: %s", checkpoint_id, state.attempt, exc)
         except ConflictError as exc:
             self._settle(checkpoint_id, state, exc, "conflict")
         except IncompleteError as exc:
@@ -333,10 +339,9 @@ class Flusher:
             error = TieredError(text, "durable", checkpoint_id, "Look at flusher.log.")
             self._retry_few(checkpoint_id, state, error, "failed")
         else:
-            state.settled, state.error = True, None
             self._commits += 1
             self._end_pauses()
-            self._reports.drop(checkpoint_id)
+            self._end_quietly(checkpoint_id, state)
             _log.info(
                 "durable: %s, step %s, %d bytes in %d packs",
                 checkpoint_id,
@@ -354,9 +359,13 @@ class Flusher:
 
     def _end_superseded(self, checkpoint_id: str, state: _Open, error: SupersededError) -> None:
         """End a flush that was given up; the note tells, and has `Superseding` see to the fence."""
+        self._end_quietly(checkpoint_id, state)
+        _log.warning("superseded: %s, attempt %s: %s", checkpoint_id, state.attempt, error)
+
+    def _end_quietly(self, checkpoint_id: str, state: _Open) -> None:
+        """Look at an id no more and report nothing: what lies on this node says what it is."""
         state.settled, state.error = True, None
         self._reports.drop(checkpoint_id)
-        _log.warning("superseded: %s, attempt %s: %s", checkpoint_id, state.attempt, error)
 
     def _is_given_up(self, head: Head) -> bool:
         return superseded_notes.is_given_up(self._local, head.checkpoint_id, head.attempt)
@@ -429,9 +438,12 @@ class Flusher:
         )
 
     def _flush(self, published: Published) -> Commit:
-        """Bring one checkpoint to the durable tier, or note here that another node gave it up."""
+        """Bring one checkpoint to the durable tier, or note here that it is not to be there."""
         try:
             return self._bring(published)
+        except ExpiredError:
+            self._catalog.note_log(published.head.checkpoint_id)
+            raise
         except SupersededError as exc:
             superseded_notes.write(self._local, published.head, self._node, exc.message)
             raise

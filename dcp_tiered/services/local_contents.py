@@ -121,7 +121,8 @@ class LocalContents:
         self, checkpoint_id: str, files: dict[str, os.stat_result], bytes_all: int
     ) -> Found:
         published = self._catalog.published(checkpoint_id)
-        commit = self._catalog.noted(checkpoint_id)
+        # What was removed from the durable tier may go from here as it might before.
+        commit = self._catalog.noted(checkpoint_id) or self._catalog.noted_expired(checkpoint_id)
         placed = self._catalog.noted_shards(checkpoint_id)
         ended = self._ended(checkpoint_id, published, commit)
         attempt, sequence, durable, waits = "", 0, commit is not None, None

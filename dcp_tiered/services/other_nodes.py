@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from dcp_tiered.config import Limits
 from dcp_tiered.errors import CorruptError, IncompleteError, ResidencyError, TieredError
 from dcp_tiered.format.manifest import decode_head
-from dcp_tiered.format.records import Commit, Record, state_of
+from dcp_tiered.format.records import Commit, Record, expired_commits, state_of
 from dcp_tiered.format.shardfile import Header
 from dcp_tiered.interfaces import LocalTier
 from dcp_tiered.services import shard_headers
@@ -74,6 +74,7 @@ class UnpublishedShards:
         self._limits = limits
         self._reports = reports
         self._wanted = wanted
+        self._begun_ns = time.time_ns()
         self._changes = LocalChanges(local)
         self._waiting: dict[str, _Waiting] = {}
         self._ended: dict[str, _Waiting] = {}
@@ -185,6 +186,10 @@ class UnpublishedShards:
             self._end(checkpoint_id, waiting)
             return
         if not waiting.uploaded:
+            if self._is_before_us(checkpoint_id, waiting) and self._is_decided(
+                checkpoint_id, waiting
+            ):
+                return  # committed, and perhaps removed, while no flusher ran here
             self._upload(checkpoint_id, waiting)
             waiting.uploaded = True
         if self._is_settled(checkpoint_id, waiting):
@@ -196,12 +201,7 @@ class UnpublishedShards:
 
     def _is_settled(self, checkpoint_id: str, waiting: _Waiting) -> bool:
         """Look for a commit and for a manifest; return whether nothing is left to wait for here."""
-        if self._note_commit(checkpoint_id, waiting):
-            self._reports.drop(checkpoint_id)
-            waiting.error = None
-            if left := self._left_over(checkpoint_id, waiting.names):
-                waiting.names = left
-                self._end(checkpoint_id, waiting)
+        if self._is_decided(checkpoint_id, waiting):
             return True
         if waiting.names == self._left_over(checkpoint_id, waiting.names):
             self._end(checkpoint_id, waiting)
@@ -211,6 +211,17 @@ class UnpublishedShards:
             self._waiting.pop(checkpoint_id)  # what it does not name is found at the next look
             return True
         return False
+
+    def _is_decided(self, checkpoint_id: str, waiting: _Waiting) -> bool:
+        """Look for a commit, withdrawn or not; what is older than that is not waited for either."""
+        if not self._note_commit(checkpoint_id, waiting):
+            return False
+        self._reports.drop(checkpoint_id)
+        waiting.error = None
+        if left := self._left_over(checkpoint_id, waiting.names):
+            waiting.names = left
+            self._end(checkpoint_id, waiting)
+        return True
 
     def _give_up(self, checkpoint_id: str, waiting: _Waiting) -> None:
         ranks = ", ".join(str(header.rank) for header in waiting.headers.values())
@@ -242,6 +253,11 @@ class UnpublishedShards:
     def _sealed_at(self, checkpoint_id: str, name: str) -> int:
         return shard_headers.sealed_at(self._local, checkpoint_id, name)
 
+    def _is_before_us(self, checkpoint_id: str, waiting: _Waiting) -> bool:
+        """Tell whether a flusher before this one may have uploaded some of these shard files."""
+        sealed = (self._sealed_at(checkpoint_id, name) for name in waiting.names)
+        return min(sealed, default=self._begun_ns) < self._begun_ns
+
     def _is_ready(self, waiting: _Waiting) -> bool:
         complete = shard_headers.all_ranks_are_here(list(waiting.headers.values()))
         return complete or time.monotonic() - waiting.since >= self._limits.linger_s
@@ -266,9 +282,13 @@ class UnpublishedShards:
         """Copy the commit that names these shard files and its manifest, once they are there."""
         self._catalog.follow(checkpoint_id, waiting.log)
         highest, state = state_of(waiting.log)
-        if isinstance(state, Commit) and waiting.names & {one.shard for one in state.placements}:
+        if isinstance(state, Commit) and _places(state, waiting.names):
             self._catalog.note(state, highest)
             self._copy_manifest(state)
+            return True
+        if any(_places(commit, waiting.names) for commit in expired_commits(waiting.log)):
+            _log.warning("removed: %s, of which shard files are here", checkpoint_id)
+            self._catalog.note_log(checkpoint_id)
             return True
         return False
 
@@ -294,6 +314,10 @@ class UnpublishedShards:
                 self._catalog.adopt(commit.checkpoint_id, self._catalog.manifest_of(commit))
         except TieredError as exc:
             _log.warning("no copy of the manifest of %s here: %s", commit.checkpoint_id, exc)
+
+
+def _places(commit: Commit, names: frozenset[str]) -> bool:
+    return not names.isdisjoint(one.shard for one in commit.placements)
 
 
 def _is_single_node(header: Header) -> bool:

@@ -19,6 +19,7 @@ from dcp_tiered.errors import (
     AbsentError,
     ConflictError,
     CorruptError,
+    ExpiredError,
     InvalidError,
     ResidencyError,
     TieredError,
@@ -74,8 +75,8 @@ class CheckpointStatus:
     level: str
     """`staged` (shard files, no manifest known here), `local` or `durable`, as `wait` means it."""
     state: str
-    """`saving`, `local`, `durable`, `superseded`, `late`, or what the flusher reports: what keeps
-    it from the next."""
+    """`saving`, `local`, `durable`, `expired`, `superseded`, `late`, or what the flusher reports:
+    what keeps it from the next."""
     step: int | None
     bytes_stored: int
     bytes_uploaded: int
@@ -226,7 +227,10 @@ def _line(
         # The newest save that this node knows of; an older one that lost against it does not count.
         line = _bare(checkpoint_id, "durable", None, commit.step, commit.bytes_stored)
         return commit.sequence, line
+    expired = catalog.noted_expired(checkpoint_id)
     if published is None:
+        if expired is not None:
+            return 0, _bare(checkpoint_id, "expired", _removed(expired))
         return 0, _bare(checkpoint_id, report.state if report and error else "saving", error)
     head = published.head
     state, uploaded = "local", 0
@@ -237,6 +241,8 @@ def _line(
     text = str(error) if error else None
     if note := superseding.superseded(catalog, checkpoint_id):
         state, text = "superseded", f"the flush was given up: {note.reason}"
+    if expired is not None and expired.attempt == attempt:
+        state, text = "expired", str(_removed(expired))
     return head.sequence, CheckpointStatus(
         checkpoint_id=checkpoint_id,
         level="local",
@@ -300,6 +306,7 @@ def wait(  # noqa: PLR0913 - the writer's one caller names them all
 
     Raises:
         ConflictError: Another attempt owns the id.
+        ExpiredError: It was durable, and was removed from the durable tier.
         CorruptError: A shard file on this node is damaged, so this save cannot become durable.
         InvalidError: The flusher cannot succeed before something is fixed.
         ResidencyError: The residency policy does not allow the durable tier.
@@ -314,8 +321,10 @@ def wait(  # noqa: PLR0913 - the writer's one caller names them all
                 return
         elif _is_durable(catalog, local, checkpoint_id, rank, launch, since):
             return
-        elif given_up := _superseded(catalog, local, checkpoint_id, rank, since):
-            raise given_up
+        elif ended := _expired(catalog, local, checkpoint_id, rank, since) or _superseded(
+            catalog, local, checkpoint_id, rank, since
+        ):
+            raise ended
         if _has_work(catalog, checkpoint_id):
             keep_flusher()  # on other nodes than the coordinator's it brings the manifest too
         elif catalog.durable is not None and time.monotonic() >= ask_at:
@@ -381,6 +390,26 @@ def _is_durable(
             and published.head.attempt == commit.attempt
         )
     return published is None or published.head.attempt == commit.attempt
+
+
+def _expired(
+    catalog: Catalog, local: LocalTier, checkpoint_id: str, rank: int, since: int
+) -> TieredError | None:
+    """Return the error for a save that was durable and is known to be removed."""
+    commit = catalog.noted_expired(checkpoint_id)
+    if commit is None or commit.sequence < since:
+        return None
+    mine = _newest_shard(catalog, local, checkpoint_id, rank, since)
+    return _removed(commit) if mine is None or _names(commit, mine) else None
+
+
+def _removed(commit: Commit) -> ExpiredError:
+    return ExpiredError(
+        f"checkpoint {commit.checkpoint_id!r} was removed from the durable tier",
+        "durable",
+        commit.checkpoint_id,
+        "Use another one; 'dcp-tiered ls URL' lists them.",
+    )
 
 
 def _superseded(

@@ -76,3 +76,22 @@ class ReadFromResident(WrappedTier):
         """Yield the names right below the run root; see `Tier.list_directories`."""
         self._residency.require()
         return super().list_directories()
+
+
+class RemoveFromResident(ReadFromResident):
+    """The same for who removes: nothing is withdrawn or deleted in another place either."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create a small object; see `Tier.put`."""
+        self._residency.require()
+        super().put(key, data)
+
+    def delete(self, key: str) -> None:
+        """Remove an object; see `DurableTier.delete`."""
+        self._residency.require()
+        super().delete(key)
+
+    def drop_uploads(self, prefix: str) -> None:
+        """Let go of unfinished uploads; see `DurableTier.drop_uploads`."""
+        self._residency.require()
+        super().drop_uploads(prefix)

@@ -21,25 +21,10 @@ from dcp_tiered.errors import (
 from dcp_tiered.format import layout
 from dcp_tiered.format.manifest import Head
 from dcp_tiered.format.records import Commit, Expired
-from dcp_tiered.services.catalog import Catalog, Published
+from dcp_tiered.services.catalog import Catalog, LocalCopy, Published
 
 _log = logging.getLogger(__name__)
 _NAMED_MAX = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalCopy:
-    """What one rank sees of one checkpoint on its node."""
-
-    checkpoint_id: str
-    attempt: str
-    sequence: int
-    supersedes: tuple[str, ...]
-    sha256: str
-    missing: int
-    """Shard files that are not here."""
-    noted: Commit | None
-    """This node's copy of its commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +110,8 @@ def _look(catalog: Catalog, wanted: str | None) -> Offer:
         try:
             published = catalog.published(checkpoint_id)
             copy = _copy(catalog, published) if published is not None else None
+            if copy is not None and copy.noted is None and _is_noted_expired(catalog, copy):
+                continue
         except TieredError as exc:
             # This copy is bad, and the durable tier may have another one.
             _log.error("ignoring a damaged local checkpoint: %s", exc)
@@ -149,6 +136,11 @@ def _copy(catalog: Catalog, published: Published) -> LocalCopy:
         missing=_missing(catalog, head),
         noted=noted if noted is not None and noted.attempt == head.attempt else None,
     )
+
+
+def _is_noted_expired(catalog: Catalog, copy: LocalCopy) -> bool:
+    withdrawn = catalog.noted_expired(copy.checkpoint_id)
+    return withdrawn is not None and withdrawn.attempt == copy.attempt
 
 
 def _missing(catalog: Catalog, head: Head) -> int:
@@ -184,7 +176,11 @@ def _choose(catalog: Catalog, offers: Sequence[Offer]) -> Choice:
     candidates = [
         candidate
         for checkpoint_id in {*states, *everywhere}
-        if (candidate := _candidate(states.get(checkpoint_id), everywhere.get(checkpoint_id)))
+        if (
+            candidate := _candidate(
+                catalog, states.get(checkpoint_id), everywhere.get(checkpoint_id)
+            )
+        )
     ]
     if unknown is not None and (wanted is None or not candidates):
         raise type(unknown)(
@@ -238,13 +234,18 @@ def _durable_states(
         return {}, exc
 
 
-def _candidate(state: Commit | Expired | None, copy: LocalCopy | None) -> Choice | None:
+def _candidate(
+    catalog: Catalog, state: Commit | Expired | None, copy: LocalCopy | None
+) -> Choice | None:
     """Return what an id can be loaded as.
 
-    The commit counts, unless the copy on all nodes is a newer attempt that replaces it.
+    The commit counts, unless the copy on all nodes is a newer attempt that replaces it. Of an id
+    that was removed, only an attempt that was saved since then counts.
     """
     if isinstance(state, Expired):
-        return None
+        if copy is None or catalog.is_expired(copy):
+            return None
+        state = None
     if copy is not None and (
         state is None or state.attempt == copy.attempt or state.attempt in copy.supersedes
     ):
@@ -309,9 +310,18 @@ def _nothing(
 ) -> TieredError:
     """Return the error for a load that finds nothing complete."""
     where = "local" if catalog.durable is None else "durable"
+    expired = {name for name, state in states.items() if isinstance(state, Expired)}
+    if wanted in expired:
+        return AbsentError(
+            f"checkpoint {wanted!r} was removed",
+            where,
+            wanted,
+            "'dcp-tiered ls URL' lists what there is.",
+        )
     partial = {copy.checkpoint_id for one in offers for copy in one.copies}
     partial |= {name for one in offers for name in one.unpublished}
     partial |= {name for name, state in states.items() if state is None and wanted is None}
+    partial -= expired
     if wanted is not None and catalog.durable is not None and wanted not in partial:
         # Another node may be bringing it up: that is not the same as an id that nobody saved.
         partial |= {wanted for _ in islice(catalog.durable.list_keys(wanted), 1)}
@@ -323,6 +333,14 @@ def _nothing(
             wanted,
             "Their missing parts lie on other nodes, or their save was cut off: 'dcp-tiered status"
             " LOCAL' on each node tells. To start over on purpose, catch IncompleteError.",
+        )
+    if expired:
+        return IncompleteError(
+            f"only removed checkpoints were found: {', '.join(sorted(expired)[:_NAMED_MAX])}",
+            where,
+            None,
+            "Their newest one should be there: find out who removed it. To start over on purpose,"
+            " catch IncompleteError.",
         )
     if wanted is not None:
         return AbsentError(

@@ -212,6 +212,14 @@ class ShardAccess:
                 "Load an older checkpoint by its checkpoint_id; 'dcp-tiered ls URL' lists them.",
                 worst.errno,
             )
+        if self._durable is not None and ref.name in self._placed:
+            raise IncompleteError(
+                f"shard file {ref.name} of {self._head.checkpoint_id} is gone from the durable"
+                " tier: the checkpoint was removed since this load began",
+                "durable",
+                layout.key(self._head.checkpoint_id, self._packs[self._placed[ref.name].pack].name),
+                "Load another checkpoint; 'dcp-tiered ls URL' lists them.",
+            )
         raise IncompleteError(
             f"shard file {ref.name} of {self._head.checkpoint_id} cannot be reached: it lies on"
             f" node {ref.node} and is not on the durable tier",

@@ -3,7 +3,7 @@
 import logging
 import threading
 
-from dcp_tiered.format.records import Commit
+from dcp_tiered.format.records import Commit, Expired
 from dcp_tiered.interfaces import DurableTier
 from dcp_tiered.services.catalog import Catalog, newest
 
@@ -12,8 +12,8 @@ _log = logging.getLogger(__name__)
 
 def ask(
     tier: DurableTier, checkpoint_id: str, timeout_s: float, known_sequence: int
-) -> tuple[Commit | None, int]:
-    """Return the id's commit and, on the first save, the greatest sequence of the run.
+) -> tuple[Commit | Expired | None, int]:
+    """Return the id's state and, on the first save, the greatest sequence of the run.
 
     A save does not depend on it: what is missed here comes up as a conflict when the flusher
     commits.
@@ -24,18 +24,17 @@ def ask(
         timeout_s: How long to wait for an answer.
         known_sequence: The greatest that is known; 0 before the first save.
     """
-    answer: list[tuple[Commit | None, int]] = []
+    answer: list[tuple[Commit | Expired | None, int]] = []
     failure: list[Exception] = []
 
     def work() -> None:
         catalog = Catalog(None, tier)
         try:
             state = catalog.state(checkpoint_id)
-            commit = state if isinstance(state, Commit) else None
-            answer.append((commit, 0))
+            answer.append((state, 0))
             # A run of many checkpoints may take longer than we have: that hides no conflict.
             last = newest(catalog.states()) if known_sequence == 0 else None
-            answer.append((commit, last.sequence if last else 0))
+            answer.append((state, last.sequence if last else 0))
         except Exception as exc:  # noqa: BLE001 - whatever it is, the save goes on
             failure.append(exc)
         finally:

@@ -25,6 +25,10 @@ class WrappedTier:
         """Create a large object; see `DurableTier.upload`."""
         return self._tier.upload(key, source)
 
+    def delete(self, key: str) -> None:
+        """Remove an object; see `DurableTier.delete`."""
+        self._tier.delete(key)
+
     def drop_uploads(self, prefix: str) -> None:
         """Let go of unfinished uploads; see `DurableTier.drop_uploads`."""
         self._tier.drop_uploads(prefix)

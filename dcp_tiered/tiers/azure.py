@@ -36,6 +36,10 @@ _DENIED_HINT = (
     "Check the account, its key or token, and that it may create, read and list blobs in the"
     " container."
 )
+_DELETE_HINT = (
+    "Allow who removes checkpoints to delete blobs in the container, and look for an immutability"
+    " policy; then run the same command again."
+)
 _NO_CREDENTIALS = (
     "Pass az={'account_key': ...} or set AZURE_STORAGE_ACCOUNT_KEY, or log in with 'az login'."
 )
@@ -181,7 +185,8 @@ def _translate_refusal(refused: RefusedError, doing: str, where: str) -> tuple[T
     if refused.code == "ContainerNotFound":
         hint = "Create the container or correct the URL; it is never created here."
         return InvalidError(f"no such container: {text}", TIER, where, hint), False
-    return translate_refusal(refused, doing, where, _DENIED_HINT)
+    hint = _DELETE_HINT if doing.startswith("delete") else _DENIED_HINT
+    return translate_refusal(refused, doing, where, hint)
 
 
 class AzureClient:
@@ -252,6 +257,10 @@ class AzureClient:
         data = blob.download_blob(offset=start, length=length, max_concurrency=1).readall()
         buffer[: len(data)] = data
         return len(data)
+
+    def remove(self, key: str) -> None:
+        """Remove a blob; see `Client.remove`. One with snapshots is somebody's, and stays."""
+        self._container.get_blob_client(key).delete_blob()
 
     def page(self, prefix: str, delimiter: str, following: str | None) -> Page:
         """Return one page of names; see `Client.page`."""

@@ -19,6 +19,9 @@ from dcp_tiered.tiers.http_errors import RefusedError, scrubbed, translate_refus
 from dcp_tiered.tiers.s3_errors import TIER
 
 _DENIED_HINT = "Check the credentials and that they may create, read and list in the bucket."
+_DELETE_HINT = (
+    "Allow who removes checkpoints to delete in the bucket; then run the same command again."
+)
 _BUCKET_HINT = "Create the bucket or correct the URL; it is never created here."
 _OPTIONS_HINT = "Check the options of that protocol, and the release of the package behind it."
 _OURS = (AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, TypeError)
@@ -76,11 +79,12 @@ def translate(
     if definite is not None:
         return definite, False
     text = f"{doing} failed: {type(exc).__name__}: {_said(exc, options)}"
+    denied_hint = _DELETE_HINT if doing.startswith("delete") else _DENIED_HINT
     if isinstance(exc, PermissionError):
-        return InvalidError(f"access denied: {text}", TIER, where, _DENIED_HINT), False
+        return InvalidError(f"access denied: {text}", TIER, where, denied_hint), False
     refused = refusal(exc)
     if refused is not None:
-        return translate_refusal(refused, doing, where, _DENIED_HINT)
+        return translate_refusal(refused, doing, where, denied_hint)
     if isinstance(exc, _OURS) or type(exc) is ValueError:
         return InvalidError(text, TIER, where, _OPTIONS_HINT), False
     hint = "Check that the store is up and can be reached from this node."

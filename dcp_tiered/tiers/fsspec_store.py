@@ -219,6 +219,15 @@ class FsspecClient:
         buffer[: len(data)] = data
         return len(data)
 
+    def remove(self, key: str) -> None:
+        """Remove an object; see `Client.remove`. A directory of that name is none."""
+        self.look(key)
+        try:
+            bounded(self._timeout_s, self._files.rm_file, self._path(key))
+        except FileNotFoundError:
+            self.look(key)  # somebody else may have been quicker
+            raise
+
     def page(self, prefix: str, delimiter: str, following: str | None) -> Page:
         """Return what is right in one directory; see `Client.page`. Those below it follow."""
         folder, *others = [prefix.rstrip("/")] if following is None else json.loads(following)

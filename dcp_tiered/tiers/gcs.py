@@ -45,6 +45,11 @@ _NO_GOOGLE = (
 )
 _DENIED_HINT = "Check the credentials and that they may create, get and list objects in the bucket."
 
+_DELETE_HINT = (
+    "Allow storage.objects.delete in the bucket to who removes checkpoints, and look for a"
+    " retention policy; then run the same command again."
+)
+
 
 @dataclass(kw_only=True)
 class _Upload:
@@ -150,13 +155,14 @@ def _translate_refusal(exc: RefusedError, doing: str, where: str) -> tuple[Tiere
         return UnavailableError(text, TIER, where, hint), False
     if exc.status == 404:  # noqa: PLR2004 - HTTP
         # In reply to a read it may be anybody's, and `ObjectStoreTier.read_into` looks again.
-        if doing.startswith("read") or (exc.code and doing.startswith("look")):
+        if doing.startswith("read") or (exc.code and doing.startswith(("look", "delete"))):
             return AbsentError(f"no such object: {text}", TIER, where), False
         hint = "Create the bucket or correct the URL; it is never created here."
         return InvalidError(f"no such bucket: {text}", TIER, where, hint), False
     if exc.code in OVERLOADED:
         return translate_refusal(RefusedError(429, exc.code, exc.request), doing, where, "")
-    return translate_refusal(exc, doing, where, _DENIED_HINT)
+    hint = _DELETE_HINT if doing.startswith("delete") else _DENIED_HINT
+    return translate_refusal(exc, doing, where, hint)
 
 
 class GcsClient:
@@ -264,6 +270,11 @@ class GcsClient:
                 if not done:
                     raise
             return done
+
+    def remove(self, key: str) -> None:
+        """Remove an object; see `Client.remove`."""
+        with self._send("DELETE", f"{self._objects}/{quote(key, safe='')}", {}):
+            pass  # its reply is empty
 
     def page(self, prefix: str, delimiter: str, following: str | None) -> Page:
         """Return one page of keys; see `Client.page`."""

@@ -20,7 +20,7 @@ from dcp_tiered.errors import AbsentError, AlreadyExistsError, CorruptError, Una
 from dcp_tiered.format.shardfile import PAGE_BYTES, item_crc
 from dcp_tiered.interfaces import Engine, ObjectInfo, Source, StagedFile
 from dcp_tiered.syscalls import file_system_type
-from dcp_tiered.tiers.posix import PosixTier, StagedPath
+from dcp_tiered.tiers.posix import PosixTier, StagedPath, sync_directory
 from dcp_tiered.tiers.stored_crc import need_ours
 
 _log = logging.getLogger(__name__)
@@ -100,6 +100,16 @@ class MountedTier(PosixTier):
             except AlreadyExistsError:
                 need_ours(self, self.head(key), source, key)
         return ObjectInfo(key=key, length=source.length)
+
+    def delete(self, key: str) -> None:
+        """Remove an object; see `DurableTier.delete`. Its directory stays, for who writes there."""
+        path = self.path(key)
+        with contextlib.suppress(AbsentError), self._errors(path, "remove a file"):
+            # A directory of that name is no object, and neither is what would lie below a file.
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError, NotADirectoryError):
+                path.unlink()
+            # Also where there was nothing: a mount that is gone has not removed it.
+            sync_directory(path.parent if path.parent.is_dir() else self.base)
 
     def drop_uploads(self, prefix: str) -> None:
         """Do nothing: what was not sealed has no name, and goes away with who wrote it."""

@@ -73,6 +73,10 @@ class Client(Protocol):
         """Fill a buffer from the front; return how far one request came, at least one byte."""
         ...
 
+    def remove(self, key: str) -> None:
+        """Remove an object; one that is not there may raise."""
+        ...
+
     def page(self, prefix: str, delimiter: str, following: str | None) -> Page:
         """Return one page of the keys that begin with a prefix."""
         ...

@@ -117,6 +117,14 @@ class ObjectStoreTier:
             )
         return info
 
+    def delete(self, key: str) -> None:
+        """Remove an object; see `DurableTier.delete`."""
+        full = self._key(key)
+        try:
+            self._call("delete", key, lambda client: client.remove(full))
+        except AbsentError:
+            self._need_bucket()
+
     def drop_uploads(self, prefix: str) -> None:
         """Do nothing: these stores drop what was begun and not ended, by themselves or a rule."""
 
@@ -266,11 +274,17 @@ class ObjectStoreTier:
         try:
             info = self._call("look", key, lambda client: client.look(full), until=until)
         except AbsentError:
-            # A bucket that is not there may give the same reply as an object that is not there.
-            if not self._bucket_answers:
-                next(self._pages("", "/"))
+            self._need_bucket()
             raise
         return self._named(key, info)
+
+    def _need_bucket(self) -> None:
+        """Pass when the bucket is there.
+
+        One that is not may give the same reply as an object that is not.
+        """
+        if not self._bucket_answers:
+            next(self._pages("", "/"))
 
     def _find(self, key: str, until: float = math.inf) -> ObjectInfo | None:
         try:

@@ -288,10 +288,11 @@ def _make_directory(path: Path, base: Path) -> None:
     _make_directory(path.parent, base)
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=_DIRECTORY_MODE)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Make names that were added to a directory, or taken out of it, survive a crash."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

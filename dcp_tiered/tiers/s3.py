@@ -5,6 +5,7 @@ its uploads can hang for ever where a server accepts a request and never answers
 window on the source that is re-read on every try, and its CRC32C goes along for the store to check.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -378,6 +379,14 @@ class S3Tier:
         if total != source.crc32c:
             raise damaged(key)
         return entries
+
+    def delete(self, key: str) -> None:
+        """Remove an object; see `DurableTier.delete`.
+
+        In a bucket with versions it stays as a noncurrent one, which a lifecycle rule ends.
+        """
+        with contextlib.suppress(AbsentError):
+            self._call("delete_object", key)
 
     def drop_uploads(self, prefix: str) -> None:
         """Abort uploads that a killed predecessor left open, one page of them."""

@@ -133,7 +133,7 @@ def _refused(
     if code in _REDIRECTS or 300 <= status < 400 or "Region" in refusal:  # noqa: PLR2004
         text += f", region {refusal['Region']}" if "Region" in refusal else ""
         return ResidencyError(f"bucket is elsewhere: {text}", TIER, where, ELSEWHERE), False
-    return _denied(status, text, where), False
+    return _denied(status, text, where, doing), False
 
 
 def _missing(code: str, text: str, where: str, endpoint: str, *, is_head: bool) -> TieredError:
@@ -169,7 +169,13 @@ def too_short(where: str) -> CorruptError:
     return CorruptError("object ends before what was asked of it", TIER, where)
 
 
-def _denied(status: int, text: str, where: str) -> InvalidError:
+def _denied(status: int, text: str, where: str, doing: str) -> InvalidError:
+    if status in (401, 403) and doing.startswith("delete_object"):
+        hint = (
+            "Allow s3:DeleteObject on the run's objects to who removes checkpoints; then run the"
+            " same command again."
+        )
+        return InvalidError(f"access denied: {text}", TIER, where, hint)
     if status in (401, 403):
         hint = (
             "Check the key, the secret and the bucket policy for GetObject, PutObject, ListBucket."

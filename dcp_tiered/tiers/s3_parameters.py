@@ -27,6 +27,7 @@ _SENT = (
     "list_objects_v2",
     "head_object",
     "get_object",
+    "delete_object",
 )
 """What is sent about objects; questions about the bucket carry nothing of the user's."""
 _FREE = (

@@ -68,6 +68,26 @@ class StoreFaultSuite:
         assert READS[name](tier) == GIVEN[name]
         assert fault.hits == 1
 
+    @pytest.mark.parametrize("kind", ["status", "reset", "drop_reply"])
+    def test_a_deletion_is_tried_again(
+        self, kind: str, tier: ObjectStoreTier, store: Store, proxy: FaultProxy
+    ) -> None:
+        store.write("a/there", DATA)
+        fault = proxy.add(kind, "DELETE", "there")
+        tier.delete("a/there")
+        assert store.keys() == set()
+        assert fault.hits == 1
+
+    def test_who_may_not_delete_is_told_what_is_missing(
+        self, tier: ObjectStoreTier, store: Store, proxy: FaultProxy
+    ) -> None:
+        store.write("a/there", DATA)
+        proxy.inject(None, Fault(status=403), when=lambda request: request.method == "DELETE")
+        with pytest.raises(InvalidError, match="access denied") as raised:
+            tier.delete("a/there")
+        assert "delete" in (raised.value.hint or "")
+        assert store.keys() == {"a/there"}
+
     @pytest.mark.parametrize("kind", ["status", "reset"])
     def test_a_write_is_tried_again(
         self, kind: str, tier: ObjectStoreTier, store: Store, proxy: FaultProxy

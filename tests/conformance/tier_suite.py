@@ -355,7 +355,48 @@ class TierSuite:
         buffer = bytearray(3)
         tier.read_into("step-1/packs/a.pack", 2, memoryview(buffer))
         assert buffer == b"345"
+        tier.delete("step-1/packs/a.pack")
+        assert store.keys() == {"step-1/record-1.json"}
         tier.close()
+
+    # ------------------------------------------------------------------------------- delete
+
+    @pytest.mark.parametrize("key", ["a/bb", "a/packs/x.pack", "a/b c+d=e&f%20g", "a/ünï-日本"])
+    def test_delete_removes_exactly_that_object(self, tier: Tier, store: Store, key: str) -> None:
+        """O047: nothing else whose key begins so, or that lies below it."""
+        others = {f"{key}.ok", f"{key}0", f"{key[:-1]}", "a/packs/y.pack", "ab/b", "b"}
+        for name in {key, *others}:
+            store.write(name, b"12345")
+        tier.delete(key)
+        assert store.keys() == others
+        assert set(tier.list_keys("a")) == others - {"ab/b", "b"}
+        with pytest.raises(AbsentError):
+            tier.head(key)
+        with pytest.raises(AbsentError):
+            tier.get(key, 5)
+
+    def test_delete_of_what_is_not_there_is_a_success(self, tier: Tier, store: Store) -> None:
+        tier.put("a/b", b"1")
+        for _ in range(2):
+            tier.delete("a/b")
+        tier.delete("never/was")
+        store.write("a/b/c", b"2")
+        tier.delete("a/b")  # a directory, where there are any
+        tier.delete("a/b/c/d")
+        assert store.keys() == {"a/b/c"}
+        tier.delete("a/b/c")
+        assert store.keys() == set()
+
+    def test_what_was_deleted_can_be_there_again(self, tier: Tier, store: Store) -> None:
+        """In the same client: it remembers nothing of what was there."""
+        for data in (pattern(70_001), pattern(PART_BYTES + 1, "x")):
+            tier.upload("a/packs/a.pack", BytesSource(data))
+            tier.put("a/record-1.json", data[:9])
+            assert store.read("a/packs/a.pack") == data
+            for key in ("a/packs/a.pack", "a/record-1.json"):
+                tier.delete(key)
+            assert list(tier.list_keys("a")) == []
+            assert store.keys() == set()
 
     # ------------------------------------------------------------------------------- errors
 
@@ -370,6 +411,7 @@ class TierSuite:
             lambda: tier.head("step-1/a"),
             lambda: list(tier.list_keys("step-1")),
             lambda: list(tier.list_directories()),
+            lambda: tier.delete("step-1/a"),
         ]
         for call in calls:
             with pytest.raises(InvalidError) as raised:

@@ -49,6 +49,7 @@ OBJECT = {
     ("PUT", "partNumber"): "s3:PutObject",
     ("POST", "uploadId"): "s3:PutObject",
     ("DELETE", "uploadId"): "s3:AbortMultipartUpload",
+    ("DELETE", ""): "s3:DeleteObject",
 }
 PART = {"FSSPEC_TIERED_LIMITS": json.dumps({"part_bytes": 5 << 20})}
 BIG = {"w": torch.arange(5_000_000, dtype=torch.int64)}
@@ -147,6 +148,22 @@ def test_reader(s3_run: Run, proxy: FaultProxy, credentials, capsys):
     assert main(["inspect", s3_run.url, "step-1", *option]) == 0
     assert main(["residency", "audit", s3_run.url, *option]) == 9
     assert used(proxy) == ROLES["reader"].actions()
+
+
+def test_remover(s3_run: Run, proxy: FaultProxy, credentials):
+    with runs.no_flusher(s3_run):
+        for step in (1, 2):
+            save(s3_run.arguments(), f"step-{step}")
+    assert main(["flush", str(s3_run.local), "--timeout", "60"]) == 0
+    assert s3_run.server is not None
+    bucket, _, prefix = s3_run.url.removeprefix("tiered::s3://").partition("/")
+    s3_run.server.client().create_multipart_upload(
+        Bucket=bucket, Key=f"{prefix}/step-1/packs/left-over"
+    )
+    option = ("-o", f"s3.endpoint_url={proxy.endpoint}")
+    assert main(["rm", s3_run.url, "step-1", *option]) == 0
+    assert used(proxy) == ROLES["remover"].actions()
+    assert s3_run.keys().keys() >= {"step-1/record-1.json", "step-1/record-2.json"}
 
 
 @pytest.fixture(scope="module")

@@ -280,6 +280,9 @@ class _Handler(BaseHTTPRequestHandler):
         for setting in ("accelerate", "acl", *ABSENT):
             if setting in query:
                 return self._setting(setting, bucket.settings.get(setting))
+        if self.command == "DELETE" and key and not query:
+            bucket.objects.pop(key, None)
+            return self._reply(204, b"")
         return self._object(bucket, key, query, body)
 
     def _r2(self, jurisdiction: str | None, name: str) -> None:

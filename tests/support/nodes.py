@@ -43,6 +43,10 @@ class CountingTier:
         self._count("PUT")
         return self._tier.upload(key, source)
 
+    def delete(self, key: str) -> None:
+        self._count("DELETE")
+        self._tier.delete(key)
+
     def drop_uploads(self, prefix: str) -> None:
         self._tier.drop_uploads(prefix)
 

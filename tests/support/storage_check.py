@@ -120,7 +120,7 @@ def published(run_path: Path) -> dict[str, dict[str, Any]]:
 def check_durable(
     keys: Mapping[str, int], get: Callable[[str], bytes], proved: set[str]
 ) -> Checked:
-    """Prove of every commit that what it claims is there, byte for byte.
+    """Prove of every commit that no removal came after that what it claims is there, byte for byte.
 
     Args:
         keys: Key and length of all objects.
@@ -133,16 +133,19 @@ def check_durable(
     """
     checked = Checked()
     numbered = [(match, key) for key in keys if (match := _RECORD.fullmatch(key))]
-    for match, key in sorted(numbered, key=lambda pair: (pair[0][1], int(pair[0][2]))):
+    withdrawn: set[str] = set()
+    for match, key in sorted(numbered, key=lambda one: (one[0][1], -int(one[0][2]))):
         record = json.loads(get(key))
         assert record["checkpoint_id"] == match[1], key
-        if record["kind"] == "commit":
+        if record["kind"] == "expired":
+            withdrawn.add(match[1])
+        if record["kind"] == "commit" and match[1] not in withdrawn:
             for pack in record["packs"]:
                 assert keys.get(f"{match[1]}/{pack['name']}") == pack["length"], pack
             if key not in proved:
                 _check_commit(match[1], record, get)
                 proved.add(key)
-            checked.commits.setdefault(match[1], []).append(record)
+            checked.commits.setdefault(match[1], []).insert(0, record)
     return checked
 
 

@@ -69,6 +69,7 @@ def test_each_operation_gets_what_it_takes() -> None:
         "list_objects_v2",
         "head_object",
         "get_object",
+        "delete_object",
     ):
         assert parameters.of(operation) == everywhere
     assert parameters.of("head_bucket") == {}
@@ -96,6 +97,7 @@ def test_a_customer_key_goes_where_it_is_needed(given: dict[str, str], expected:
             "list_objects_v2",
             "head_object",
             "get_object",
+            "delete_object",
         )
         if parameters.of(operation)
     }
@@ -136,6 +138,8 @@ def test_a_parameter_for_nobody_is_none() -> None:
         *("Range", "VersionId", "ResponseContentEncoding"),
         *("Prefix", "Delimiter", "ContinuationToken", "StartAfter", "MaxKeys", "EncodingType"),
         "WebsiteRedirectLocation",
+        "MFA",
+        "BypassGovernanceRetention",
     ],
 )
 def test_what_requests_rely_on_is_not_to_be_set(name: str) -> None:
@@ -151,7 +155,6 @@ def test_what_requests_rely_on_is_not_to_be_set(name: str) -> None:
         ("SSEKmsKeyID", "SSEKMSKeyId"),
         ("acl", "ACL"),
         ("storage_class", "StorageClass"),
-        ("MFA", None),
         ("", None),
     ],
 )
