@@ -277,7 +277,7 @@ class S3Requests:
         ):
             made.close()
             raise InvalidError(
-                f"SSECustomerKey would go to {url.netloc} unencrypted",
+                f"the key SSECustomerKey would go to {url.netloc} unencrypted",
                 TIER,
                 f"s3://{self.bucket}",
                 "Use an endpoint with https.",
