@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from dcp_tiered.services.identity import ProcessIdentity
 from dcp_tiered.services.lock import FlusherLock
 
 _PERMANENT = (ConflictError, InvalidError, ResidencyError)
+_UNDER_WAY = ("waiting", "uploading")
 _FINAL = ("conflict", "damaged")
 """States that no credentials and no waiting can change."""
 _TRIED_ON = ("local", "uploading", "failed", "incomplete")
@@ -113,6 +115,15 @@ class ReportFile:
         """Return how many bytes of an id are known to be there already."""
         report = self.reports.get(checkpoint_id)
         return report.bytes_done if report else 0
+
+    def uploaded(self, checkpoint_id: str, attempt: str, bytes_done: int) -> None:
+        """Note how far an upload is, as long as its attempt is reported as under way."""
+        with self._lock:
+            report = self.reports.get(checkpoint_id)
+            if report is None or report.attempt != attempt or report.state not in _UNDER_WAY:
+                return
+            report = changed(report, state="uploading", bytes_done=bytes_done)
+            self.set(report)
 
     def drop(self, checkpoint_id: str) -> None:
         """Forget an id that needs nothing any more."""
