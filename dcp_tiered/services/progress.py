@@ -29,7 +29,7 @@ from dcp_tiered.errors import (
 from dcp_tiered.format import layout
 from dcp_tiered.format.records import Commit
 from dcp_tiered.interfaces import LocalTier
-from dcp_tiered.services import identity, superseded_notes, superseding
+from dcp_tiered.services import identity, lock, superseded_notes, superseding
 from dcp_tiered.services.catalog import Catalog, replace
 from dcp_tiered.services.identity import ProcessIdentity
 from dcp_tiered.services.lock import FlusherLock
@@ -347,7 +347,7 @@ def wait(  # noqa: PLR0913 - the writer's one caller names them all
         if error is not None and level == "durable" and final:
             raise error
         if time.monotonic() >= deadline:
-            raise _late(level, checkpoint_id, timeout_s, error)
+            raise _late(level, local, checkpoint_id, timeout_s, error)
         time.sleep(poll_s)
 
 
@@ -507,10 +507,12 @@ def _serves(local: LocalTier, flusher: ProcessIdentity | None) -> bool:
 
 
 def _late(
-    level: str, checkpoint_id: str, timeout_s: float, error: TieredError | None
+    level: str, local: LocalTier, checkpoint_id: str, timeout_s: float, error: TieredError | None
 ) -> TieredError:
     message = f"checkpoint is not {level} after {timeout_s:g} s"
     hint = "Look at 'dcp-tiered status LOCAL' and at flusher.log in the run's local directory."
+    if level == "durable" and FlusherLock(local.root).holder() is None:
+        message, hint = f"{message}: {lock.MISSING}", lock.MISSING_HINT
     if error is not None:
         message += f": {error.message}"
         hint = error.hint or hint
