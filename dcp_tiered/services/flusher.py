@@ -312,6 +312,7 @@ class Flusher:
         state = self._open.get(checkpoint_id)
         if state is None or not state.settled:
             _log.error("skipping a damaged local checkpoint: %s", exc)
+            self._lanes.abandon(checkpoint_id)
             state = _Open(attempt="", sequence=0, since=0.0, error=exc, settled=True)
             self._open[checkpoint_id] = state
             self._report(checkpoint_id, state, "damaged")
