@@ -286,18 +286,19 @@ def flusher(
     """
     local = local_of(order)
     residency = residency or _guard(_settings_of(order), local, KeyJournal)
-    durable = ResidentTier(out or outgoing(order), residency)
+    out = out or outgoing(order)
     for checkpoint_id in local.list_directories():
         local.sweep(checkpoint_id)
     node = run_directory.open_node(local, secrets.token_hex(6))
     return Flusher(
         local,
-        durable,
+        ResidentTier(out, residency),
         node,
         order.limits,
         lambda: stopped() or lock.asked_to_hand_over(),
         residency,
         order.compression,
+        out.due,
     )
 
 

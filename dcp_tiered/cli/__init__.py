@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dcp_tiered.cli import doctor, drain, flush, inspect, keep, ls, residency, rm, status
 from dcp_tiered.cli.common import exit_code
+from dcp_tiered.cli.ending import leave
 from dcp_tiered.errors import TieredError
 from dcp_tiered.version import __version__
 
@@ -27,9 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.register(commands)
     chosen = parser.parse_args(arguments)
     try:
-        return int(chosen.run(chosen))
+        code = int(chosen.run(chosen))
     except TieredError as exc:
         print(f"dcp-tiered: {exc}", file=sys.stderr)
-        return exit_code(exc)
+        code = exit_code(exc)
     except KeyboardInterrupt:
-        return 130
+        code = 130
+    return leave(code)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcp_tiered.cli.ending import Ending, step_back
+from dcp_tiered.cli.ending import Ending, leave, step_back
 
 if TYPE_CHECKING:
     from dcp_tiered.services.launcher import Order, Stopped
@@ -28,7 +28,7 @@ def main() -> int:
         # The starter's subprocess ends here; what goes on below belongs to init.
         os._exit(0)
     os.setsid()
-    return _run(data)
+    return leave(_run(data))
 
 
 def _run(data: bytes) -> int:
@@ -70,6 +70,7 @@ def _flush(order: "Order", ending: Ending) -> None:
             _log.info("flushing %s to %s", order.run_path, order.url)
             file = MetricsFile(Path(order.run_path), order.url, out, flusher)
             flusher.run(order.limits.idle_exit_s, file.write_sometimes)
+            flusher.close()
             asked = lock.asked_to_hand_over()
             if ending.is_asked() and not asked:
                 _drain(order, lock, ending, out, flusher.residency)

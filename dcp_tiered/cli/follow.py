@@ -95,6 +95,7 @@ def _step(runs: dict[str, _Run], ending: Ending) -> None:
         # Under another policy that was noted meanwhile it is taken up again.
         if run.lock.asked_to_hand_over() or run.is_outdated():
             _log.info("handing over %s", path)
+            run.flusher.close()
             run.held.close()
             del runs[path]
 
@@ -124,6 +125,7 @@ def _tiers(arguments: argparse.Namespace) -> list[tuple[str, PosixTier]]:
 
 def _drain(run: _Run, ending: Ending) -> None:
     # A flusher that was told to stop does not go on: a second one has the same lock.
+    run.flusher.close()
     flusher = stack.flusher(
         run.order, run.lock, ending.is_over, run.outgoing, run.flusher.residency
     )

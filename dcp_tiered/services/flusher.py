@@ -5,6 +5,7 @@ goes on (I11). Nothing here decides what a checkpoint is: the catalog does.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -111,6 +112,7 @@ class Flusher:
         residency: Asked before each commit for what the record says of it, and once more after;
             raises where a policy forbids it. None: there is no policy.
         compression: Of packs, one of `config.COMPRESSIONS`.
+        due: Returns when uploads have to be over, by the monotonic clock.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class Flusher:
         stop: Callable[[], bool],
         residency: Guard | None = None,
         compression: str = "off",
+        due: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._catalog = Catalog(local, durable)
         self._packs = PackStore(local, durable)
@@ -141,7 +144,7 @@ class Flusher:
             self._catalog, local, self._packs, node, limits, stop, compression
         )
         self._superseding = Superseding(self._catalog, local, limits)
-        self._lanes = Lanes(limits.request_timeout_s)
+        self._lanes = Lanes(limits.request_timeout_s, due)
         self._unpublished = UnpublishedShards(
             self._catalog,
             self._own_packs,
@@ -168,6 +171,10 @@ class Flusher:
                 return
             after_step()
             time.sleep(self._limits.poll_s)
+
+    def close(self) -> None:
+        """Let go of uploads that are held up: another flusher goes on with their checkpoints."""
+        self._lanes.abandon()
 
     def turn(self) -> bool:
         """Do one step, and look at the target when that is due; tell whether to stay.
@@ -221,10 +228,13 @@ class Flusher:
         return deadline_s is not None and time.time() - state.sequence / 1e9 > deadline_s
 
     def _is_held_up(self, checkpoint_id: str, state: _Open) -> bool:
-        """Tell whether an upload goes on that others are not to wait for."""
-        given_up = superseded_notes.is_given_up(self._local, checkpoint_id, state.attempt)
+        """Tell whether an upload goes on that others are not to wait for, or has to wait itself."""
+        if superseded_notes.is_given_up(self._local, checkpoint_id, state.attempt):
+            return False
         is_late = partial(self._is_overdue, state)
-        return not given_up and self._lanes.is_held_up(checkpoint_id, is_late)
+        if self._lanes.is_known(checkpoint_id):
+            return self._lanes.is_held_up(checkpoint_id, is_late)
+        return isinstance(state.error, HeldUpError) and self._lanes.are_taken()
 
     def samples(self) -> Iterator[Sample]:
         """Yield the metrics of this process."""
@@ -253,8 +263,7 @@ class Flusher:
         """Return ids that are published and neither durable nor given up, oldest first."""
         ids = self._catalog.local_ids()
         for gone in self._open.keys() - set(ids):
-            del self._open[gone]
-            self._reports.drop(gone)
+            self._forget(gone)
         for checkpoint_id in ids:
             if not self._changes.is_unchanged(checkpoint_id):
                 self._look(checkpoint_id)
@@ -267,8 +276,7 @@ class Flusher:
         try:
             published = self._catalog.published(checkpoint_id)
             if published is None:
-                if self._open.pop(checkpoint_id, None) is not None:
-                    self._reports.drop(checkpoint_id)
+                self._forget(checkpoint_id)
             else:
                 self._take_up(published)
         except TieredError as exc:
@@ -277,10 +285,16 @@ class Flusher:
                 return  # a disk that fails to read may read the next time
         self._changes.remember(checkpoint_id, mark)
 
+    def _forget(self, checkpoint_id: str) -> None:
+        if self._open.pop(checkpoint_id, None) is not None:
+            self._end_work(checkpoint_id)
+
     def _take_up(self, published: Published) -> None:
         head = published.head
         known = self._open.get(head.checkpoint_id)
         if known is None or known.attempt != head.attempt:
+            if known is not None:
+                self._lanes.abandon(head.checkpoint_id)
             self._open[head.checkpoint_id] = _Open(
                 attempt=head.attempt,
                 sequence=head.sequence,
@@ -298,6 +312,7 @@ class Flusher:
         state = self._open.get(checkpoint_id)
         if state is None or not state.settled:
             _log.error("skipping a damaged local checkpoint: %s", exc)
+            self._lanes.abandon(checkpoint_id)
             state = _Open(attempt="", sequence=0, since=0.0, error=exc, settled=True)
             self._open[checkpoint_id] = state
             self._report(checkpoint_id, state, "damaged")
@@ -328,6 +343,7 @@ class Flusher:
         except HeldUpError as exc:
             state.error, state.failed_at = exc, state.tried_at
             state.not_before = time.monotonic() + _HELD_UP_PAUSE_S
+            self._tell_overdue([checkpoint_id])
             self._report(checkpoint_id, state, "uploading", self._reports.bytes_of(checkpoint_id))
         except TieredError as exc:
             self._retry(checkpoint_id, state, exc, "failed", fixable=isinstance(exc, InvalidError))
@@ -354,6 +370,7 @@ class Flusher:
     def _settle(self, checkpoint_id: str, state: _Open, error: TieredError, what: str) -> None:
         """Give a checkpoint up: it stays on this node, and the report says why."""
         state.settled, state.error, state.failed_at = True, error, state.tried_at
+        self._lanes.abandon(checkpoint_id)
         self._report(checkpoint_id, state, what)
         _log.error("checkpoint %s stays local: %s", checkpoint_id, error)
 
@@ -365,6 +382,10 @@ class Flusher:
     def _end_quietly(self, checkpoint_id: str, state: _Open) -> None:
         """Look at an id no more and report nothing: what lies on this node says what it is."""
         state.settled, state.error = True, None
+        self._end_work(checkpoint_id)
+
+    def _end_work(self, checkpoint_id: str) -> None:
+        self._lanes.abandon(checkpoint_id)
         self._reports.drop(checkpoint_id)
 
     def _is_given_up(self, head: Head) -> bool:
@@ -516,12 +537,11 @@ class Flusher:
                 moved()
                 self._check_wanted(head)
 
-            return self._own_packs.upload(
-                head.checkpoint_id,
-                rows,
-                lambda done: self._report(head.checkpoint_id, state, "uploading", done),
-                check,
-            )
+            def uploaded(done: int) -> None:
+                moved()
+                self._reports.uploaded(head.checkpoint_id, head.attempt, done)
+
+            return self._own_packs.upload(head.checkpoint_id, rows, uploaded, check)
 
         is_late = partial(self._is_overdue, state)
         packs = self._lanes.run(head.checkpoint_id, head.attempt, upload, is_late)

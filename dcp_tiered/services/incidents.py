@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,7 +55,8 @@ class KeyJournal:
         self._local, self._url = local, url
         self._path = local.root / layout.JOURNAL_FILE
         self._now = read_journal(local.root)
-        self._sending: set[str] = set()
+        self._sending: Counter[str] = Counter()
+        """By how many threads each is being sent; several may at once, after a hang."""
 
     @property
     def is_full(self) -> bool:
@@ -73,14 +75,16 @@ class KeyJournal:
 
     def add(self, key: str) -> None:
         """Note a key, before its first byte leaves."""
-        self._sending.add(key)
+        self._sending[key] += 1
         row = {"key": key, "at": _utc()}
         self._now.keys.append(row)
         self._append(row)
 
     def sent(self, key: str) -> None:
         """Note that nothing more of it leaves."""
-        self._sending.discard(key)
+        self._sending[key] -= 1
+        if not self._sending[key]:
+            del self._sending[key]
 
     def good(self, at: str) -> None:
         """Forget the keys: the target is allowed, at a time after they were written.

@@ -39,9 +39,10 @@ from dcp_tiered.policy.backpressure import (
     plan_save,
     plan_trim,
 )
-from dcp_tiered.services import run_directory, superseded_notes
+from dcp_tiered.services import lock, run_directory, superseded_notes
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.local_contents import Found, LocalContents
+from dcp_tiered.services.lock import FlusherLock
 from dcp_tiered.services.progress import Report, read_reports, restore_error
 
 _log = logging.getLogger(__name__)
@@ -331,6 +332,13 @@ class LocalSpace:
         errors = [restore_error(one.error) for one in read_reports(self._local.root).values()]
         met = next((f"; the flusher met: {error.message}" for error in errors if error), "")
         waited = f" after {waited_s:.0f} s" if waited_s >= 1 else ""
+        if FlusherLock(self._local.root).holder() is None:
+            return BackpressureError(
+                f"no room for {checkpoint_id}{waited}: {decision.reason}; {lock.MISSING}{met}",
+                "local",
+                str(self._local.root),
+                lock.MISSING_HINT,
+            )
         return BackpressureError(
             f"no room for {checkpoint_id}{waited}: {decision.reason}{met}",
             "local",

@@ -27,6 +27,12 @@ _TEXT_BYTES = 2048
 """The holder's text is padded to this and goes over the last one: a full disk has room for that."""
 _LOCK = struct.Struct("@hhqqi4x")
 _BUSY = (errno.EAGAIN, errno.EACCES)
+MISSING = "no flusher runs on this node"
+MISSING_HINT = (
+    "Nothing is lost: 'dcp-tiered flush LOCAL' brings what is here to the durable tier. With"
+    " flusher='external' 'dcp-tiered flush LOCAL --follow' has to run beside the job."
+)
+"""What whoever waits for a flusher is told where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

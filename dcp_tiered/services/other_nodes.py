@@ -156,6 +156,8 @@ class UnpublishedShards:
         for gone in (self._waiting.keys() | self._ended.keys()) - set(ids):
             self._waiting.pop(gone, None)
             self._ended.pop(gone, None)
+            self._lanes.abandon(gone)
+            self._reports.drop(gone)
         for checkpoint_id in ids:
             if self._changes.is_unchanged(checkpoint_id):
                 continue
@@ -172,6 +174,8 @@ class UnpublishedShards:
             if not names or (ended is not None and names == ended.names):
                 self._waiting.pop(checkpoint_id, None)
             elif known is None or known.names != names:
+                if known is not None:
+                    self._lanes.abandon(checkpoint_id)
                 self._waiting[checkpoint_id] = _Waiting(since=time.monotonic(), names=names)
 
     def _advance(self, checkpoint_id: str, waiting: _Waiting) -> None:

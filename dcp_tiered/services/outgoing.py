@@ -49,7 +49,7 @@ class Outgoing(WrappedTier):
         super().__init__(tier)
         self.sent = dict(sent or {})
         """Bytes uploaded so far, by checkpoint id."""
-        self._due = due
+        self.due = due
         self._rate = bytes_per_second_max and pacing.Rate(
             bytes_per_second=bytes_per_second_max, burst_bytes=_BURST_BYTES
         )
@@ -85,7 +85,7 @@ class Outgoing(WrappedTier):
             TooLateError: It would end too late, or has been cut off because it did.
         """
         begun = time.monotonic()
-        if not draining.ends_in_time(source.length, self._due() - begun, self._measured):
+        if not draining.ends_in_time(source.length, self.due() - begun, self._measured):
             raise TooLateError(
                 f"not begun: {source.length} bytes take longer than there is time",
                 self.name,
@@ -114,7 +114,7 @@ class Outgoing(WrappedTier):
                 self._paid_until, wait_s = pacing.take(self._paid_until, count, now, self._rate)
                 self._waited_s += wait_s
             self._bytes += count
-        if now + wait_s >= self._due():
+        if now + wait_s >= self.due():
             raise TooLateError("cut off: the time to end has come", self.name, self.url, STAYS_HINT)
         if wait_s:
             time.sleep(wait_s)

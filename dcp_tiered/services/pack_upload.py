@@ -80,8 +80,13 @@ class PackUpload:
 
     def _compress(self, checkpoint_id: str, plan: Pack, check: Callable[[], None]) -> Pack | None:
         """Compress and upload a pack; return None where it is best uploaded as it is."""
+
+        def stop() -> bool:
+            check()
+            return self._stop()
+
         begun = time.monotonic()
-        with compressed(self._local, checkpoint_id, plan, self._limits, self._stop) as spool:
+        with compressed(self._local, checkpoint_id, plan, self._limits, stop) as spool:
             seconds = max(time.monotonic() - begun, 1e-6)
             pack = None if spool is None else spool.pack
             self._note(
@@ -100,7 +105,7 @@ class PackUpload:
                 seconds,
             )
             body = Checked(spool, check)
-            return self._timed(pack, lambda: self._packs.send(checkpoint_id, pack, body))
+            return self._timed(pack, lambda: self._packs.send(checkpoint_id, pack, body, check))
 
     def _timed(self, pack: Pack, upload: Callable[[], None]) -> Pack:
         """Upload a pack and note how fast the link was; return the pack."""

@@ -37,15 +37,28 @@ class PackStore:
         if not self.is_verified(checkpoint_id, pack):
             with PackSource(self.local.root / checkpoint_id, pack) as source:
                 try:
-                    self.send(checkpoint_id, pack, Checked(source, check))
+                    self.send(checkpoint_id, pack, Checked(source, check), check)
                 except CorruptError:
                     source.check()  # says which file it is, if the fault is on this side
                     raise
 
-    def send(self, checkpoint_id: str, pack: Pack, source: Source) -> None:
-        """Bring the bytes of a pack to the durable tier and verify them there."""
+    def send(
+        self,
+        checkpoint_id: str,
+        pack: Pack,
+        source: Source,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Bring the bytes of a pack to the durable tier and verify them there.
+
+        Args:
+            checkpoint_id: The id.
+            pack: What goes.
+            source: Its bytes.
+            check: Called while it is read back, where the store has to be asked for the bytes.
+        """
         key = layout.key(checkpoint_id, pack.name)
-        self._verify_upload(checkpoint_id, pack, self.durable.upload(key, source))
+        self._verify_upload(checkpoint_id, pack, self.durable.upload(key, source), check)
 
     def is_verified(self, checkpoint_id: str, pack: Pack) -> bool:
         """Tell whether the store holds exactly this pack and that has been verified.
@@ -93,7 +106,9 @@ class PackStore:
         ok = self.durable.get(layout.key(checkpoint_id, layout.ok_name(pack.name)), _OK_BYTES_MAX)
         return parse_json(ok) == _ok(pack)
 
-    def _verify_upload(self, checkpoint_id: str, pack: Pack, info: ObjectInfo) -> None:
+    def _verify_upload(
+        self, checkpoint_id: str, pack: Pack, info: ObjectInfo, check: Callable[[], None]
+    ) -> None:
         key = layout.key(checkpoint_id, pack.name)
         if info.length != pack.length:
             raise UnavailableError(
@@ -103,17 +118,18 @@ class PackStore:
                 "It is tried again.",
             )
         if info.crc32c is None:
-            self._read_back(key, pack)
+            self._read_back(key, pack, check)
             ok = layout.key(checkpoint_id, layout.ok_name(pack.name))
             with contextlib.suppress(AlreadyExistsError):
                 self.durable.put(ok, canonical_json(_ok(pack)))
         elif info.crc32c != pack.crc32c:
             raise CorruptError("store computed another checksum than ours", "durable", key)
 
-    def _read_back(self, key: str, pack: Pack) -> None:
+    def _read_back(self, key: str, pack: Pack, check: Callable[[], None]) -> None:
         crc, position = 0, 0
         buffer = memoryview(bytearray(min(_READ_BACK_BYTES, pack.length)))
         while position < pack.length:
+            check()
             part = buffer[: min(len(buffer), pack.length - position)]
             self.durable.read_into(key, position, part)
             crc = crc32c(part, crc)

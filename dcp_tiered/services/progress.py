@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,13 @@ from dcp_tiered.errors import (
 from dcp_tiered.format import layout
 from dcp_tiered.format.records import Commit
 from dcp_tiered.interfaces import LocalTier
-from dcp_tiered.services import identity, superseded_notes, superseding
+from dcp_tiered.services import identity, lock, superseded_notes, superseding
 from dcp_tiered.services.catalog import Catalog, replace
 from dcp_tiered.services.identity import ProcessIdentity
 from dcp_tiered.services.lock import FlusherLock
 
 _PERMANENT = (ConflictError, InvalidError, ResidencyError)
+_UNDER_WAY = ("waiting", "uploading")
 _FINAL = ("conflict", "damaged")
 """States that no credentials and no waiting can change."""
 _TRIED_ON = ("local", "uploading", "failed", "incomplete")
@@ -113,6 +115,15 @@ class ReportFile:
         """Return how many bytes of an id are known to be there already."""
         report = self.reports.get(checkpoint_id)
         return report.bytes_done if report else 0
+
+    def uploaded(self, checkpoint_id: str, attempt: str, bytes_done: int) -> None:
+        """Note how far an upload is, as long as its attempt is reported as under way."""
+        with self._lock:
+            report = self.reports.get(checkpoint_id)
+            if report is None or report.attempt != attempt or report.state not in _UNDER_WAY:
+                return
+            report = changed(report, state="uploading", bytes_done=bytes_done)
+            self.set(report)
 
     def drop(self, checkpoint_id: str) -> None:
         """Forget an id that needs nothing any more."""
@@ -336,7 +347,7 @@ def wait(  # noqa: PLR0913 - the writer's one caller names them all
         if error is not None and level == "durable" and final:
             raise error
         if time.monotonic() >= deadline:
-            raise _late(level, checkpoint_id, timeout_s, error)
+            raise _late(level, local, checkpoint_id, timeout_s, error)
         time.sleep(poll_s)
 
 
@@ -496,10 +507,12 @@ def _serves(local: LocalTier, flusher: ProcessIdentity | None) -> bool:
 
 
 def _late(
-    level: str, checkpoint_id: str, timeout_s: float, error: TieredError | None
+    level: str, local: LocalTier, checkpoint_id: str, timeout_s: float, error: TieredError | None
 ) -> TieredError:
     message = f"checkpoint is not {level} after {timeout_s:g} s"
     hint = "Look at 'dcp-tiered status LOCAL' and at flusher.log in the run's local directory."
+    if level == "durable" and FlusherLock(local.root).holder() is None:
+        message, hint = f"{message}: {lock.MISSING}", lock.MISSING_HINT
     if error is not None:
         message += f": {error.message}"
         hint = error.hint or hint

@@ -51,7 +51,12 @@ class Guard(Residency, Protocol):
     """What a flusher is held to."""
 
     def note(self, key: str) -> None:
-        """Note what is about to be written, for an incident that may be found later."""
+        """Note what is about to be written, for an incident that may be found later.
+
+        Raises:
+            ResidencyError: It may not be, since a moment ago.
+            UnavailableError: The same.
+        """
         ...
 
     def sent(self, key: str) -> None:
@@ -146,6 +151,8 @@ class PolicyCheck:
     def note(self, key: str) -> None:
         """Note what is about to be written; see `Guard.note`."""
         with self._lock:
+            if self._refused is not None:
+                raise self._refused[1]  # by a look of another thread since `require` passed
             if self._journal is not None:
                 self._journal.add(key)
 

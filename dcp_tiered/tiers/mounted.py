@@ -43,7 +43,8 @@ class MountedTier(PosixTier):
     Args:
         root: The directory; made when the first object is created.
         base: A directory at or above `root` that has to be there already.
-        engine_for: Returns what writes packs below a directory; asked once, for `base`.
+        engine_for: Returns what writes packs below a directory; asked for `base`, once for each
+            upload that goes on at once.
         stripes: Over how many targets packs are spread on Lustre; 0 leaves what is set there.
     """
 
@@ -52,14 +53,15 @@ class MountedTier(PosixTier):
     ) -> None:
         super().__init__(root, base, "durable")
         self._engine_for = engine_for
-        self._engine: Engine | None = None
+        self._idle: list[Engine] = []
+        """One for each upload that went on at once: one that hangs keeps its buffers."""
         self._stripes = stripes
         self._device: int | None = None
         """Of the file system that was mounted when this process first wrote."""
 
     def __getstate__(self) -> dict[str, object]:
         """Leave behind the engine's buffers, and what is so on this node only."""
-        return {**self.__dict__, "_engine": None, "_device": None}
+        return {**self.__dict__, "_idle": [], "_device": None}
 
     @contextmanager
     def create(self, key: str) -> Iterator[StagedPath]:
@@ -135,14 +137,24 @@ class MountedTier(PosixTier):
                 crc = crc32c(os.pread(staged.fd, _COPY_BYTES, start), crc)
         return crc
 
+    @contextmanager
+    def _lent(self) -> Iterator[Engine]:
+        try:
+            engine = self._idle.pop()
+        except IndexError:
+            engine = self._engine_for(self.base)
+        try:
+            yield engine
+        finally:
+            self._idle.append(engine)
+
     def _write(self, staged: StagedFile, source: Source) -> int:
         """Write all bytes; return their checksum."""
-        if self._engine is None:
-            self._engine = self._engine_for(self.base)
         crc = 0
         with (
+            self._lent() as engine,
             self._errors(staged.path, "write", source.length),
-            self._engine.writing(staged.fd, source.length) as image,
+            engine.writing(staged.fd, source.length) as image,
         ):
             for at in range(0, source.length, _COPY_BYTES):
                 data = source.pread(min(_COPY_BYTES, source.length - at), at)

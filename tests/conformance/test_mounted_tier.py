@@ -3,6 +3,9 @@
 import errno
 import os
 import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,10 @@ from dcp_tiered.engines.buffered import BufferedEngine
 from dcp_tiered.interfaces import Engine
 from dcp_tiered.tiers.mounted import MountedTier
 from tests.conformance.tier_suite import TierSuite
+from tests.support.disks import small_disk
+from tests.support.sources import BytesSource
 from tests.support.tiers import best_engine
+from tests.support.workers import await_that
 
 
 class PosixStore:
@@ -105,3 +111,36 @@ def test_nothing_is_written_to_another_mount_than_before(tmp_path: Path) -> None
         subprocess.run(["umount", base], check=True)
     tier.put("a/record-1.json", b"{}")
     assert (base / "run/a/record-1.json").read_bytes() == b"{}"
+
+
+class Begun(BytesSource):
+    """Waits when the first bytes are asked for."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def pread(self, length: int, start: int) -> bytes:
+        self.begun.set()
+        self.go_on.wait()
+        return super().pread(length, start)
+
+
+def test_an_upload_that_hangs_keeps_no_buffer_from_others(tmp_path: Path) -> None:
+    base = tmp_path / "lustre"
+    (base / "run").mkdir(parents=True)
+    tier = MountedTier(base / "run", base, best_engine, 0)
+    data = bytes(16 << 20)
+    with small_disk(tmp_path, 64) as disk, ThreadPoolExecutor(2) as pool:
+        (base / "run/a").symlink_to(disk.path)
+        source = Begun(data)
+        hanging = pool.submit(tier.upload, "a/pack", source)
+        assert source.begun.wait(30)
+        with disk.frozen():
+            source.go_on.set()
+            await_that("its reads", lambda: source.bytes_read >= 8 << 20)
+            time.sleep(0.2)  # until it has all the buffers that it gets
+            pool.submit(tier.upload, "b/pack", BytesSource(data)).result(30)
+            assert (base / "run/b/pack").read_bytes() == data
+            assert not hanging.done()
+        assert hanging.result(30).length == len(data)

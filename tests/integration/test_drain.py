@@ -242,7 +242,7 @@ def test_a_trainer_without_rights_leaves_all_flushing_to_a_sidecar(
             dcp.save(runs.state_of(number), checkpoint_id=name, storage_writer=writer)
 
         save(1)
-        with pytest.raises(UnavailableError):
+        with pytest.raises(UnavailableError, match="no flusher runs on this node"):
             writer.wait("durable", "step-1", timeout_s=3)
         assert flusher_pids(s3_run.local) == []
         (warning,) = [r.getMessage() for r in caplog.records if "no flusher" in r.getMessage()]

@@ -121,6 +121,17 @@ def test_block_goes_on_when_the_flusher_does(posix_run: Run) -> None:
         writer.wait("durable", "b", timeout_s=60)
 
 
+def test_a_save_that_waits_in_vain_says_that_no_flusher_runs(posix_run: Run) -> None:
+    arguments = runs.with_limits(
+        posix_run.arguments(), pending_checkpoints_max=1, backpressure_wait_s=0.2
+    )
+    runs.save(arguments, "a", 1, flusher="external")
+    error = runs.error_of(runs.save, arguments, "b", 2, flusher="external")
+    assert isinstance(error, BackpressureError)
+    assert "no flusher runs on this node" in error.message
+    assert "--follow" in (error.hint or "")
+
+
 def test_a_run_without_a_durable_tier_is_not_held_up(local: Path) -> None:
     limits = replace(QUICK, pending_checkpoints_max=1, local_bytes_max=1)
     (local / "run").mkdir()

@@ -202,6 +202,43 @@ def test_a_store_that_is_down_leaves_the_question_open(place, local, tmp_path):
     assert [keys(one) for one in told(local)] == [["a/x"]]
 
 
+def test_a_key_that_two_threads_send_is_kept_until_the_last_has_sent_it(place, local):
+    check = place.check(local)
+    check.require()
+    for _ in range(2):
+        check.note("a/pack")
+    check.sent("a/pack")
+    place.at += 1
+    check.require(fresh=True)
+    place.verdicts["not_public"] = "DENY"
+    place.at += 1
+    check.settle()
+    assert [set(keys(one)) for one in told(local)] == [{"a/pack"}]
+
+
+def test_nothing_is_written_between_an_incident_and_a_look_that_was_good_before_it(
+    place, local, tmp_path
+):
+    """Two threads: one is allowed to write, and another finds that it is not, before it writes."""
+    check = place.check(local)
+    tier = ResidentTier(store(tmp_path), check)
+    tier.put("a/x", b"x")
+
+    class Between(type(check)):
+        def require(self, *, fresh=False):
+            said = super().require(fresh=fresh)
+            place.verdicts["not_public"] = "DENY"
+            place.at += 10
+            check.settle()
+            return said
+
+    check.__class__ = Between
+    with pytest.raises(ResidencyError, match="not_public is DENY"):
+        tier.put("a/y", b"y")
+    assert not (tmp_path / "store/a/y").exists()
+    assert [keys(one) for one in told(local)] == [["a/x"]]
+
+
 CHILD = """
 import os, signal, sys
 from pathlib import Path

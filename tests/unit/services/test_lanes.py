@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dcp_tiered.errors import CorruptError
-from dcp_tiered.services.lanes import HeldUpError, Lanes
+from dcp_tiered.services.lanes import HeldUpError, Lanes, UnwantedError
 from tests.support.workers import await_that
 
 NO_PATIENCE_S = 0.05
@@ -111,3 +111,58 @@ def test_another_attempt_at_an_id_gets_nothing_of_the_one_before() -> None:
         refuse(lambda: lanes.run("a", "attempt-1", upload))
         end(lanes, answer)
         assert lanes.run("a", "attempt-2", lambda _: "second") == "second"
+
+
+def test_what_is_abandoned_ends_when_it_moves_and_holds_up_nothing_of_its_id() -> None:
+    lanes = Lanes(NO_PATIENCE_S)
+    ended = []
+
+    with hanging() as (upload, answer):
+
+        def two_parts(moved: Callable[[], None]) -> None:
+            try:
+                upload(moved)
+                moved()
+            except UnwantedError:
+                ended.append("unwanted")
+                raise
+            ended.append("whole")
+
+        refuse(lambda: lanes.run("a", "attempt-1", two_parts))
+        lanes.abandon("a")
+        assert not lanes.is_held_up("a")
+        assert lanes.held_up() == 1
+        assert lanes.run("a", "attempt-2", lambda _: "second") == "second"
+        end(lanes, answer)
+    assert ended == ["unwanted"]
+    assert lanes.run("a", "attempt-1", lambda _: "first") == "first"
+
+
+def test_what_is_abandoned_counts_among_the_four() -> None:
+    lanes = Lanes(NO_PATIENCE_S)
+    with hanging() as (upload, answer):
+        for name in "abcd":
+            refuse(lambda name=name: lanes.run(name, "1", upload))
+        lanes.abandon()
+        assert lanes.are_taken()
+        refuse(lambda: lanes.run("e", "1", upload))
+        end(lanes, answer)
+        assert not lanes.are_taken()
+
+
+def test_two_uploads_of_one_id_follow_each_other() -> None:
+    lanes = Lanes(NO_PATIENCE_S)
+    begun = []
+    with hanging() as (upload, answer):
+        refuse(lambda: lanes.run("a", "1", upload))
+        refuse(lambda: lanes.run("a", "2", begun.append))
+        assert begun == []
+        end(lanes, answer)
+        assert lanes.run("a", "2", lambda _: "second") == "second"
+
+
+def test_nothing_is_waited_for_when_the_time_is_over() -> None:
+    lanes = Lanes(60, lambda: 0.0)
+    with hanging() as (upload, _):
+        refuse(lambda: lanes.run("a", "1", upload))
+        assert lanes.held_up() == 0, "it was left alone because it was silent"

@@ -101,6 +101,24 @@ def test_a_pack_is_compressed_and_holds_the_shard_file(here: Node) -> None:
     assert here.files() == before, "nothing stays on the node"
 
 
+@pytest.mark.parametrize("mode", ["off", "zstd"])
+def test_compressing_and_reading_back_are_no_silence(mode: str, here: Node) -> None:
+    moved: list[str] = []
+
+    class Watched(WrappedTier):
+        def upload(self, key: str, source: Source) -> ObjectInfo:
+            moved.append("begun")
+            info = super().upload(key, source)
+            moved.append("sent")
+            return info
+
+    here.durable = Counting(Watched(here.durable))
+    here.uploads(mode).upload("a", here.plan, lambda: moved.append("moved"))
+    begun, sent = moved.index("begun"), moved.index("sent")
+    assert ("moved" in moved[:begun]) == (mode == "zstd")
+    assert "moved" in moved[sent:]
+
+
 def test_off_means_off(here: Node) -> None:
     pack = here.uploads("off").upload("a", here.plan, lambda: None)
     assert pack == here.plan
