@@ -103,11 +103,12 @@ class PackSource:
         path = str(self._directory / self._shards[number].name)
         try:
             data = os.pread(self._fds[number], length, at)
-            # Several parts are read at once through one descriptor, which makes the kernel give up
-            # reading ahead by itself.
-            os.posix_fadvise(
-                self._fds[number], at + len(data), _AHEAD_BYTES, os.POSIX_FADV_WILLNEED
-            )
+            if at % _AHEAD_BYTES < len(data):
+                # Several parts are read at once through one descriptor, which makes the kernel give
+                # up reading ahead by itself. It is asked once for each stretch: being asked for
+                # what it has costs more than the bytes do.
+                ahead = at + len(data)
+                os.posix_fadvise(self._fds[number], ahead, 2 * _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         except OSError as exc:
             raise from_os_error(exc, "local", path, "read a shard file") from exc
         if not data:
