@@ -14,6 +14,7 @@ from dcp_tiered.services import drain, identity
 from dcp_tiered.services.flusher import Flusher
 from dcp_tiered.services.launcher import Order, Stopped
 from dcp_tiered.services.lock import FlusherLock
+from dcp_tiered.services.metrics_file import MetricsFile
 from dcp_tiered.services.outgoing import Outgoing
 from dcp_tiered.tiers.posix import PosixTier
 
@@ -33,6 +34,7 @@ class _Run:
     flusher: Flusher
     held: ExitStack
     is_outdated: Stopped
+    metrics: MetricsFile
 
 
 def follow(arguments: argparse.Namespace) -> int:
@@ -83,7 +85,8 @@ def _take(tier: PosixTier, order: Order, ending: Ending) -> _Run | None:
         is_outdated = stack.is_outdated(order)
         outgoing = stack.outgoing(order, ending.due)
         flusher = stack.flusher(order, lock, ending.is_asked, outgoing)
-        return _Run(tier, order, lock, outgoing, flusher, held.pop_all(), is_outdated)
+        file = MetricsFile(tier.root, order.url, outgoing, flusher)
+        return _Run(tier, order, lock, outgoing, flusher, held.pop_all(), is_outdated, file)
     return None
 
 
@@ -92,6 +95,7 @@ def _step(runs: dict[str, _Run], ending: Ending) -> None:
         if ending.is_asked():
             return
         run.flusher.turn()
+        run.metrics.write_sometimes()
         # Under another policy that was noted meanwhile it is taken up again.
         if run.lock.asked_to_hand_over() or run.is_outdated():
             _log.info("handing over %s", path)
@@ -131,3 +135,4 @@ def _drain(run: _Run, ending: Ending) -> None:
     )
     poll_s = run.order.limits.poll_s
     drain.drain(flusher, run.tier, run.outgoing, stop=ending.is_over, poll_s=poll_s)
+    MetricsFile(run.tier.root, run.order.url, run.outgoing, flusher).write()

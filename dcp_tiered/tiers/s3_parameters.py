@@ -17,6 +17,35 @@ from dcp_tiered.errors import InvalidError
 from dcp_tiered.tiers.s3_errors import TIER
 
 OPTION = "s3_additional_kwargs"
+_OPTIONS = [
+    "anon",
+    "asynchronous",
+    "cache_regions",
+    "client_kwargs",
+    "config_kwargs",
+    "default_block_size",
+    "default_cache_type",
+    "default_fill_cache",
+    "endpoint_url",
+    "fixed_upload_size",
+    "key",
+    "loop",
+    "max_concurrency",
+    "password",
+    "profile",
+    "region_name",
+    "requester_pays",
+    "s3_additional_kwargs",
+    "secret",
+    "session",
+    "token",
+    "use_listings_cache",
+    "use_ssl",
+    "username",
+    "verify",
+    "version_aware",
+]
+"""What s3fs takes, and botocore's client with it."""
 _SENT = (
     "put_object",
     "create_multipart_upload",
@@ -231,6 +260,19 @@ class Parameters:
 
     def _refused(self, what: str, hint: str) -> InvalidError:
         return InvalidError(f"s3 option {OPTION}: {what}", TIER, self._where, hint)
+
+
+def check_names(bucket: str, options: Mapping[str, Any]) -> None:
+    """Refuse an option that is hardly anything but a misspelt one: it would have no effect.
+
+    Raises:
+        InvalidError: The hint says what was meant.
+    """
+    for name in options.keys() - set(_OPTIONS):
+        near = difflib.get_close_matches(str(name), _OPTIONS, 1, 0.8)
+        if near:
+            text = f"there is no s3 option {str(name)[:60]!r}"
+            raise InvalidError(text, TIER, f"s3://{bucket}", f"Is {near[0]} meant?")
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from dcp_tiered.tiers.s3_errors import (
     translate,
 )
 from dcp_tiered.tiers.s3_gate import Gate
-from dcp_tiered.tiers.s3_parameters import Parameters, shared_loader
+from dcp_tiered.tiers.s3_parameters import Parameters, check_names, shared_loader
 from dcp_tiered.tiers.s3_pins import Anchor, Pin, PinOnly, is_loopback
 
 _log = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ class S3Requests:
             if options.get(name):
                 what = f"s3 option {name} is not supported"
                 raise InvalidError(what, TIER, f"s3://{bucket}", hint)
+        check_names(bucket, options)
         self.parameters = Parameters(bucket, options)
         if pin is not None:
             pin.check_options(bucket, options)

@@ -222,6 +222,9 @@ def test_a_sidecar_flushes_what_comes_until_sigterm(s3_run: Run) -> None:
         said = sidecar.communicate(timeout=60)[0]
         assert sidecar.returncode == 0, said
     assert sorted(eyes.check().commits) == ["a", "b", "c"]
+    text = (runs.run_path(s3_run) / "flusher-metrics.prom").read_text()
+    (objects,) = [one for one in text.splitlines() if one.startswith("dcp_tiered_objects_total{")]
+    assert float(objects.rpartition(" ")[2]) == len(s3_run.keys())
     assert runs.load(s3_run.durable_only(), "c") == 3
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import inspect
 import pickle
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from dcp_tiered import config, stack
 from dcp_tiered.errors import InvalidError
 from dcp_tiered.tiers.s3 import S3Tier
-from dcp_tiered.tiers.s3_parameters import Parameters
+from dcp_tiered.tiers.s3_parameters import Parameters, check_names
 
 KEY = bytes(range(100, 132))
 TEXT = base64.b64encode(KEY).decode()
@@ -326,3 +327,26 @@ def test_the_environment_adds_the_key_to_what_was_noted(monkeypatch: pytest.Monk
 def test_credentials_that_would_be_ignored_are_refused(option: str) -> None:
     with pytest.raises(InvalidError, match=option):
         stack.build(config.settings("tiered::s3://ckpt/run", options={"s3": {option: "x"}}))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("s3_aditional_kwargs", "s3_additional_kwargs"),
+        ("endpoint", "endpoint_url"),
+        ("requester_pay", "requester_pays"),
+    ],
+)
+def test_a_misspelt_option_is_refused_before_it_has_no_effect(name: str, meant: str) -> None:
+    with pytest.raises(InvalidError, match=name) as raised:
+        check_names("ckpt", {name: "a-secret"})
+    assert raised.value.hint is not None
+    assert meant in raised.value.hint
+    assert "a-secret" not in str(raised.value)
+
+
+def test_what_s3fs_takes_and_what_nobody_knows_is_passed_over() -> None:
+    from s3fs import S3FileSystem
+
+    taken = inspect.signature(S3FileSystem.__init__).parameters.keys() - {"self", "kwargs"}
+    check_names("ckpt", dict.fromkeys([*taken, "colour"]))
