@@ -192,7 +192,7 @@ def from_os_error(
         )
         return InvalidError(message, tier, path, hint, code)
     if code in _MISSING:
-        hint = f"Create the directory first, for instance 'mkdir -p {path}'."
+        hint = f"Mount what belongs there, or create the directory: 'mkdir -p {path}'."
         return InvalidError(message, tier, path, hint, code)
     hint = (
         "Look at 'dmesg' for the device; the data is not there, so save again or use another disk."
