@@ -161,7 +161,7 @@ def test_errors_are_built_from_positional_arguments() -> None:
         (errno.EDQUOT, UnavailableError, "Free space"),
         (errno.EACCES, InvalidError, "writable"),
         (errno.EROFS, InvalidError, "writable"),
-        (errno.ENOENT, InvalidError, "Create the directory"),
+        (errno.ENOENT, InvalidError, "create the directory"),
         (errno.EIO, UnavailableError, "dmesg"),
     ],
 )
