@@ -5,7 +5,6 @@ goes on (I11). Nothing here decides what a checkpoint is: the catalog does.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -38,6 +37,7 @@ from dcp_tiered.services.local_changes import LocalChanges
 from dcp_tiered.services.local_space import LocalSpace
 from dcp_tiered.services.no_policy import NoPolicy
 from dcp_tiered.services.other_nodes import UnpublishedShards
+from dcp_tiered.services.outgoing import never
 from dcp_tiered.services.own_packs import OwnPacks
 from dcp_tiered.services.packs import PackStore
 from dcp_tiered.services.progress import Report, ReportFile, describe_error
@@ -124,7 +124,7 @@ class Flusher:
         stop: Callable[[], bool],
         residency: Guard | None = None,
         compression: str = "off",
-        due: Callable[[], float] = lambda: math.inf,
+        due: Callable[[], float] = never,
     ) -> None:
         self._catalog = Catalog(local, durable)
         self._packs = PackStore(local, durable)

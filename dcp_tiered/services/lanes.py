@@ -7,7 +7,6 @@ that nobody wants any more ends when it moves, and holds up nothing.
 """
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from dcp_tiered.errors import UnavailableError
+from dcp_tiered.services.outgoing import never
 
 _log = logging.getLogger(__name__)
 _THREADS = "dcp-tiered-upload-"
@@ -34,8 +34,8 @@ class UnwantedError(UnavailableError):
     """Ends an upload whose end nobody waits for any more."""
 
 
-def never() -> bool:
-    """Return False: nothing is ever late."""
+def never_late() -> bool:
+    """Return False."""
     return False
 
 
@@ -62,7 +62,7 @@ class Lanes:
         due: Returns when uploads have to be over, by the monotonic clock; asked again and again.
     """
 
-    def __init__(self, silence_s: float, due: Callable[[], float] = lambda: math.inf) -> None:
+    def __init__(self, silence_s: float, due: Callable[[], float] = never) -> None:
         self._silence_s = silence_s
         self._due = due
         self._lanes: dict[tuple[str, str], _Lane] = {}
@@ -92,7 +92,7 @@ class Lanes:
         """Tell whether an upload of a checkpoint goes on, or has ended and was not asked for."""
         return any(name == checkpoint_id for name, _ in self._lanes)
 
-    def is_held_up(self, checkpoint_id: str, is_late: Callable[[], bool] = never) -> bool:
+    def is_held_up(self, checkpoint_id: str, is_late: Callable[[], bool] = never_late) -> bool:
         """Tell whether an upload of a checkpoint goes on that is not to be waited for."""
         mine = [lane for (name, _), lane in self._lanes.items() if name == checkpoint_id]
         return any(self._is_held_up(lane, is_late) for lane in mine)
@@ -102,7 +102,7 @@ class Lanes:
         checkpoint_id: str,
         part: str,
         work: Callable[[Callable[[], None]], T],
-        is_late: Callable[[], bool] = never,
+        is_late: Callable[[], bool] = never_late,
     ) -> T:
         """Return what an upload returns, or raise what it raises, when it has ended.
 
@@ -147,7 +147,7 @@ class Lanes:
         name = f"{_THREADS}{key[0]}"
         threading.Thread(target=_work, args=(lane, work), name=name, daemon=True).start()
 
-    def _is_held_up(self, lane: _Lane, is_late: Callable[[], bool] = never) -> bool:
+    def _is_held_up(self, lane: _Lane, is_late: Callable[[], bool] = never_late) -> bool:
         if lane.ended.is_set():
             return False
         return is_late() or time.monotonic() - lane.moved_at >= self._silence_s

@@ -1,4 +1,4 @@
-"""Fixtures of runs under a residency policy."""
+"""Fixtures of runs under a residency policy, and of a target that can hang."""
 
 import uuid
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import QUICK, end_flushers
 from tests.support.amazon import ACCOUNT, Amazon, Bucket
+from tests.support.disks import Disk, small_disk
 
 REGION = "eu-central-1"
 POLICY = {"allow": [f"aws:{REGION}"], "owner": ACCOUNT, "ttl_s": 1}
@@ -53,3 +54,13 @@ def arguments(amazon: Amazon, local: Path) -> Iterator[dict[str, Any]]:
         "residency": POLICY,
     }
     end_flushers(local)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Disk]:
+    """Give a target of its own for the packs of the first checkpoint, as a slow one of Lustre."""
+    packs = tmp_path / "lustre/run/step-1/packs"
+    packs.parent.mkdir(parents=True)
+    with small_disk(tmp_path, 16) as disk:
+        packs.symlink_to(disk.path)
+        yield disk

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from dcp_tiered.services import lanes
 from examples.seaweed import SeaweedS3
 from tests.conftest import Run, flusher_pids
 from tests.support import runs
-from tests.support.disks import Disk, small_disk
+from tests.support.disks import Disk
 from tests.support.fault_proxy import STALL, FaultProxy, Request
 from tests.support.workers import await_that
 
@@ -26,16 +25,6 @@ QUICK_IDLE = {"request_timeout_s": 1.0, "idle_exit_s": 1.0}
 @pytest.fixture
 def run(tmp_path: Path, local: Path) -> Run:
     return Run(f"tiered::file://{tmp_path}/lustre/run", local)
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Iterator[Disk]:
-    """Give a target of its own for the packs of the first checkpoint."""
-    packs = tmp_path / "lustre/run/step-1/packs"
-    packs.parent.mkdir(parents=True)
-    with small_disk(tmp_path, 16) as disk:
-        packs.symlink_to(disk.path)
-        yield disk
 
 
 def reports(run: Run) -> dict[str, dict[str, Any]]:

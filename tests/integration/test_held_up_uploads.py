@@ -1,6 +1,5 @@
 """A target of the durable tier that does not answer holds up what lies on it, and nothing else."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,8 @@ from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.tiers.posix import PosixTier
 from tests.conftest import Run
 from tests.support import runs
-from tests.support.disks import Disk, small_disk
+from tests.support.disks import Disk
 from tests.support.workers import await_that
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Iterator[Disk]:
-    """Give a target of its own for the packs of the first checkpoint, as a slow one of Lustre."""
-    packs = tmp_path / "lustre/run/step-1/packs"
-    packs.parent.mkdir(parents=True)
-    with small_disk(tmp_path, 16) as disk:
-        packs.symlink_to(disk.path)
-        yield disk
 
 
 def line_of(run: Run, checkpoint_id: str) -> progress.CheckpointStatus:
