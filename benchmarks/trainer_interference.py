@@ -66,14 +66,6 @@ def train(ended: Callable[[], bool]) -> Loop:
             assert now - begun < _SAVE_S_MAX, "the save does not end"
 
 
-class Stored(OursOnS3):
-    """`dcp_tiered` with a bucket, which is asked about by a look at the disk only."""
-
-    def is_durable(self) -> bool:
-        """Tell whether the flusher has noted the commit: a request would be work of the trainer."""
-        return any(path.name.startswith("record-") for path in self.files())
-
-
 def run(options: Options) -> list[Answer]:
     """Answer the question on top."""
     with seaweed(options.directory / "server") as server:
@@ -95,7 +87,7 @@ def _measure(options: Options, server: Any) -> list[Answer]:
     backends: dict[str, Backend] = {
         "written": Ours(options.directory / "written"),
         "flushed": Ours(options.directory / "flushed", durable=True),
-        "stored": Stored(options.directory / "stored", server),
+        "stored": OursOnS3(options.directory / "stored", server),
         "stock": Stock(options.directory / "stock"),
     }
     loops: dict[str, list[Loop]] = {name: [] for name in backends}

@@ -10,7 +10,7 @@ from dcp_tiered import config, stack
 from dcp_tiered.cli import local_runs
 from dcp_tiered.cli.ending import Ending, step_back
 from dcp_tiered.errors import InvalidError
-from dcp_tiered.services import drain, identity
+from dcp_tiered.services import doorbell, drain, identity
 from dcp_tiered.services.flusher import Flusher
 from dcp_tiered.services.launcher import Order, Stopped
 from dcp_tiered.services.lock import FlusherLock
@@ -56,8 +56,10 @@ def follow(arguments: argparse.Namespace) -> int:
             if time.monotonic() >= look_at:
                 _take_up(arguments, runs, ending)
                 look_at = time.monotonic() + _LOOK_S
+            here = [run.tier.root for run in runs.values()]
+            heard = doorbell.heard(here)
             _step(runs, ending)
-            time.sleep(limits.poll_s)
+            doorbell.wait(here, heard, limits.poll_s)
         return _finish(arguments, runs, ending, limits.poll_s)
     finally:
         for run in runs.values():

@@ -48,7 +48,7 @@ from dcp_tiered.format.records import (
     state_of,
 )
 from dcp_tiered.interfaces import LocalTier, Tier
-from dcp_tiered.services import superseded_notes
+from dcp_tiered.services import doorbell, superseded_notes
 from dcp_tiered.services.conflicts import taken, too_many_rivals, withdrawn
 from dcp_tiered.version import __version__
 
@@ -217,6 +217,7 @@ class Catalog:
                 local.put(layout.key(head.checkpoint_id, layout.published_name(number)), data)
             except AlreadyExistsError:
                 continue
+            doorbell.ring(local.root)
             return Published(number=number, head=head, data=data, sha256=sha256(data))
         raise ConflictError("others keep publishing this id", "local", head.checkpoint_id)
 

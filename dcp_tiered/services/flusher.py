@@ -29,7 +29,7 @@ from dcp_tiered.format.records import Commit, Record
 from dcp_tiered.interfaces import DurableTier, LocalTier
 from dcp_tiered.metrics import Sample
 from dcp_tiered.policy import takeover
-from dcp_tiered.services import superseded_notes
+from dcp_tiered.services import doorbell, superseded_notes
 from dcp_tiered.services.catalog import Catalog, Published
 from dcp_tiered.services.claim import Claim
 from dcp_tiered.services.lanes import HeldUpError, Lanes
@@ -163,14 +163,16 @@ class Flusher:
             after_step: Called after each look at the local tier.
         """
         self._reports.write()
+        here = [self._local.root]
         idle_since = time.monotonic()
         while not self._stop():
+            heard = doorbell.heard(here)
             if self.turn():
                 idle_since = time.monotonic()
             elif time.monotonic() - idle_since >= idle_exit_s:
                 return
             after_step()
-            time.sleep(self._limits.poll_s)
+            doorbell.wait(here, heard, self._limits.poll_s)
 
     def close(self) -> None:
         """Let go of uploads that are held up: another flusher goes on with their checkpoints."""

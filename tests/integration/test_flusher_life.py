@@ -1,20 +1,24 @@
 """The flusher's process: one per node and run, bound to no trainer, gone when there is no work."""
 
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from dcp_tiered import TieredWriter
+from dcp_tiered import Limits, TieredWriter
 from dcp_tiered.services.lock import FlusherLock
 from tests.conftest import Run, flusher_pids
+from tests.integration.test_cli import NEEDS_NO_TORCH
 from tests.support import runs, workers
 from tests.support.fault_proxy import FaultProxy
 from tests.support.storage_check import Eyes
@@ -233,3 +237,43 @@ def test_a_killed_flusher_is_replaced_while_the_trainer_trains(s3_run: Run) -> N
             lock = FlusherLock(s3_run.run_path())
             await_that("the lock", lambda: lock.holder() is None)
             assert not lock.was_killed()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sidecar", [False, True])
+def test_a_save_wakes_a_flusher_that_looks_seldom(
+    posix_run: Run, tmp_path: Path, sidecar: bool
+) -> None:
+    """Ours and a sidecar alike: the second save would else wait for an hour."""
+    limits = {**asdict(posix_run.limits), "poll_s": 3600.0, "idle_exit_s": 7200.0}
+    eyes = Eyes(posix_run)
+    with ExitStack() as cleaning:
+        arguments = {**posix_run.arguments(), "limits": Limits(**limits)}
+        if sidecar:
+            arguments["flusher"] = "external"
+        writer = cleaning.enter_context(TieredWriter(**arguments))
+        dcp.save(runs.state_of(1), checkpoint_id="a", storage_writer=writer)
+        if sidecar:
+            configured = tmp_path / "fsspec"
+            configured.mkdir()
+            (configured / "tiered.json").write_text(json.dumps({"tiered": {"limits": limits}}))
+            command = [
+                sys.executable,
+                "-c",
+                NEEDS_NO_TORCH,
+                "flush",
+                str(posix_run.local),
+                "--follow",
+            ]
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, "FSSPEC_CONFIG_DIR": str(configured)},
+            )
+            cleaning.callback(process.wait)
+            cleaning.callback(process.kill)
+        await_that("the first commit", lambda: eyes.commits("a"))
+        (lock,) = posix_run.local.glob("*/flusher.lock")
+        pid = json.loads(lock.read_text())["pid"]
+        dcp.save(runs.state_of(2), checkpoint_id="b", storage_writer=writer)
+        await_that("the second commit", lambda: eyes.commits("b"))
+        assert json.loads(lock.read_text())["pid"] == pid
