@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -46,11 +47,12 @@ from dcp_tiered.format.shardfile import DTYPES, Header
 from dcp_tiered.metrics import Sample
 from dcp_tiered.policy import completeness
 from dcp_tiered.save_shard import ShardResult, ShardWriter
-from dcp_tiered.services import identity, incidents, progress, run_directory, store_question
+from dcp_tiered.services import identity, incidents, progress, run_directory
 from dcp_tiered.services.catalog import Published
 from dcp_tiered.services.conflicts import taken
 from dcp_tiered.services.local_space import LocalSpace
 from dcp_tiered.services.progress import CheckpointStatus
+from dcp_tiered.services.store_question import StoreQuestion
 from dcp_tiered.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -172,7 +174,7 @@ class TieredWriter(StorageWriter, AsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what belongs to one save or one process."""
-        mine = dict.fromkeys(("_thread", "_staging", "_shards", "_stack", "_space"))
+        mine = dict.fromkeys(("_thread", "_staging", "_shards", "_stack", "_space", "_question"))
         return {**self.__dict__, **mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -183,6 +185,11 @@ class TieredWriter(StorageWriter, AsyncStager):
         """Make what belongs to one process."""
         self._thread = _ThreadState()
         self._stack = stack.build(self._settings)
+        store_check_s = self._settings.limits.store_check_s
+        quick = Limits(request_timeout_s=store_check_s, request_retry_s=0.0)
+        self._question = StoreQuestion(
+            partial(stack.durable_tier, self._settings, quick), store_check_s
+        )
         self._space = LocalSpace(
             self._stack.catalog,
             self._stack.need_local(),
@@ -288,7 +295,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         if published is not None:
             supersedes |= {published.head.attempt, *published.head.supersedes}
         noted = catalog.noted(save.checkpoint_id)
-        state, last = self._ask_durable(save.checkpoint_id)
+        state, last = self._question.ask(save.checkpoint_id, self._last_sequence)
         if isinstance(state, Expired):
             noted = None  # it was removed since this node last looked
         for commit in (noted, state):
@@ -490,15 +497,6 @@ class TieredWriter(StorageWriter, AsyncStager):
             self._stack.keep_flusher()
         except TieredError as exc:
             _log.error("the checkpoint is local and nobody uploads it: %s", exc)
-
-    def _ask_durable(self, checkpoint_id: str) -> tuple[Commit | Expired | None, int]:
-        """Ask the durable tier about an id, with little time; see `store_question.ask`."""
-        limits = self._settings.limits
-        quick = Limits(request_timeout_s=limits.store_check_s, request_retry_s=0.0)
-        tier = stack.durable_tier(self._settings, quick)
-        if tier is None:
-            return None, 0
-        return store_question.ask(tier, checkpoint_id, limits.store_check_s, self._last_sequence)
 
     def _refuse_violation(self) -> None:
         """Fail the save on all ranks while this node's flusher finds the target not allowed."""

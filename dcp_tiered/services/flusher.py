@@ -137,6 +137,7 @@ class Flusher:
         """Whether the store lets one of two writers in; None until the first commit asks."""
         self._open: dict[str, _Open] = {}
         self._commits = 0
+        self._worked_at = 0.0
         self._changes = LocalChanges(local)
         self._reports = ReportFile(run_path=local.root)
         self._space = LocalSpace(self._catalog, local, limits)
@@ -164,12 +165,12 @@ class Flusher:
         """
         self._reports.write()
         here = [self._local.root]
-        idle_since = time.monotonic()
+        self._worked_at = time.monotonic()
         while not self._stop():
             heard = doorbell.heard(here)
             if self.turn():
-                idle_since = time.monotonic()
-            elif time.monotonic() - idle_since >= idle_exit_s:
+                self._worked_at = time.monotonic()
+            elif time.monotonic() - self._worked_at >= idle_exit_s:
                 return
             after_step()
             doorbell.wait(here, heard, self._limits.poll_s)
@@ -204,7 +205,9 @@ class Flusher:
             state = self._open[checkpoint_id]
             if not state.is_due(wanted=wanted) or self._is_held_up(checkpoint_id, state):
                 continue
-            if not self._try(checkpoint_id):
+            goes_on = self._try(checkpoint_id)
+            self._worked_at = time.monotonic()
+            if not goes_on:
                 break
             self._space.trim()
             fencing = self._superseding.step()

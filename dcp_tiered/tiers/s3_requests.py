@@ -240,8 +240,11 @@ class S3Requests:
             raise translate(exc, "looking for the region", where, self._endpoint())[0] from exc
 
     def close(self) -> None:
-        """Give connections back."""
-        self._drop(self._client)
+        """Give connections back; the client is kept, which costs much more to make."""
+        with self._lock:
+            client = self._client
+        if client is not None:
+            client.close()
 
     def forget(self) -> None:
         """Start anew in a forked child: the parent's sockets are not ours, nor is its lock.

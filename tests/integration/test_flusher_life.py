@@ -10,6 +10,7 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_tiered import Limits, TieredWriter
 from dcp_tiered.services.lock import FlusherLock
-from tests.conftest import Run, flusher_pids
+from tests.conftest import QUICK, Run, flusher_pids
 from tests.integration.test_cli import NEEDS_NO_TORCH
 from tests.support import runs, workers
 from tests.support.fault_proxy import FaultProxy
+from tests.support.nodes import make_nodes, publish
 from tests.support.storage_check import Eyes
 from tests.support.workers import await_that
 
@@ -277,3 +279,26 @@ def test_a_save_wakes_a_flusher_that_looks_seldom(
         dcp.save(runs.state_of(2), checkpoint_id="b", storage_writer=writer)
         await_that("the second commit", lambda: eyes.commits("b"))
         assert json.loads(lock.read_text())["pid"] == pid
+
+
+def test_a_flusher_is_idle_since_its_last_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that saves more often than that keeps one flusher, and its connections."""
+    (node,) = make_nodes(1, tmp_path, tmp_path / "run", replace(QUICK, poll_s=0.001))
+    clock = [1000.0]
+    its_time = SimpleNamespace(time=time.time, time_ns=time.time_ns, monotonic=lambda: clock[0])
+    monkeypatch.setattr("dcp_tiered.services.flusher.time", its_time)
+    eyes = Eyes(Run(url=f"tiered::file://{tmp_path / 'run'}", local=node.local.root))
+    seen: list[tuple[float, int]] = []
+
+    def after_step() -> None:
+        clock[0] += 1.0
+        seen.append((clock[0], len(eyes.check().commits)))
+        if clock[0] == 1009.0:
+            node.seal("a", 1, "0" * 16)
+            publish([node], "a")
+
+    node.flusher.run(10.0, after_step)
+    assert seen[8:10] == [(1009.0, 0), (1010.0, 1)]
+    assert clock[0] == 1019.0

@@ -3,6 +3,7 @@
 import io
 import pickle
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from botocore.session import Session
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
@@ -22,8 +24,10 @@ from dcp_tiered import (
     UnavailableError,
     cause,
 )
+from examples.seaweed import SeaweedS3
 from tests.conftest import Run
-from tests.support import states
+from tests.support import runs, states
+from tests.support.fault_proxy import RESET, STALL, Fault, FaultProxy
 from tests.support.ranks import share_ranks
 from tests.support.states import filled
 
@@ -380,6 +384,62 @@ def test_store_that_does_not_answer_delays_a_save_by_its_limit_only(
         dcp.save({"w": torch.ones(3)}, checkpoint_id="step-1", storage_writer=writer)
         assert [line.state for line in writer.status()] in (["local"], ["failed"])
     assert not (tmp_path / "not-mounted").exists()
+
+
+def sockets() -> set[str]:
+    """Return the sockets of this process."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.add(str(link.readlink()))
+    return {name for name in found if name.startswith("socket:")}
+
+
+def test_saves_share_a_client_and_keep_no_connection(
+    s3_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To make one takes long, and garbage of it the collector longer; idle connections break."""
+    made: list[str] = []
+    make = Session.create_client
+
+    def counted(self: Session, service_name: str, *args: Any, **more: Any) -> Any:
+        made.append(service_name)
+        return make(self, service_name, *args, **more)
+
+    monkeypatch.setattr(Session, "create_client", counted)
+    before = sockets()
+    with runs.no_flusher(s3_run), TieredWriter(**s3_run.arguments()) as writer:
+        for number in range(3):
+            state = {"w": torch.full((3,), number)}
+            dcp.save(state, checkpoint_id=f"step-{number}", storage_writer=writer)
+            assert sockets() <= before
+    assert made == ["s3"]
+
+
+@pytest.mark.parametrize("fault", [STALL, RESET])
+def test_store_is_asked_again_after_it_did_not_answer(
+    s3_run: Run, s3_server: SeaweedS3, fault: Fault, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save without an answer goes on, and the next one does get its conflict."""
+    with TieredWriter(**s3_run.arguments()) as elsewhere:
+        dcp.save({"w": torch.ones(3)}, checkpoint_id="taken", storage_writer=elsewhere)
+        elsewhere.wait("durable", "taken", timeout_s=60)
+    node = s3_run.local.parent / "other-node"
+    node.mkdir()
+    with FaultProxy(s3_server.endpoint) as proxy:
+        arguments = runs.with_limits(runs.behind(s3_run, proxy.endpoint), store_check_s=1.0)
+        mine = arguments | {"local": str(node), "flusher": "external"}
+        with TieredWriter(**mine) as writer:
+            dcp.save({"w": torch.ones(3)}, checkpoint_id="a", storage_writer=writer)
+            assert "without knowing" not in caplog.text
+            proxy.inject(None, fault)
+            dcp.save({"w": torch.ones(3)}, checkpoint_id="b", storage_writer=writer)
+            assert "saving b without knowing" in caplog.text
+            proxy.clear()
+            assert isinstance(
+                refusal({"w": torch.ones(3)}, writer, checkpoint_id="taken"), ConflictError
+            )
+            assert [line.checkpoint_id for line in writer.status()] == ["a", "b"]
 
 
 # Process groups.
