@@ -12,7 +12,7 @@ from types import FrameType
 from dcp_tiered import syscalls
 from dcp_tiered.services import lanes
 
-_NICE = 10
+_NICE = 15
 _AUTOGROUP = Path("/proc/self/autogroup")
 
 

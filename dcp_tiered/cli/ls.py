@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         lines = sorted(_lines(built.catalog), key=lambda line: line.sequence)
     finally:
         built.close()
+    if not lines:
+        print(f"dcp-tiered: no checkpoint under {arguments.url}: is it spelt so?", file=sys.stderr)
     if arguments.json:
         for line in lines:
             print(json.dumps(asdict(line)))

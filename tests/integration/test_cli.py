@@ -96,6 +96,21 @@ def test_reading_commands_send_no_writing_request_and_need_no_local_tier(saved: 
     assert saved.keys() == before
 
 
+def test_ls_of_a_misspelt_prefix_says_that_nothing_is_there(saved: Run) -> None:
+    assert saved.server is not None
+    endpoint = f"s3.endpoint_url={saved.server.endpoint}"
+    for more in ([], ["--json"]):
+        found, missed = (
+            cli("ls", url, "-o", endpoint, *more, env=credentials(saved.server))
+            for url in (saved.url, f"{saved.url}-typo")
+        )
+        assert found.returncode == missed.returncode == 0
+        assert "no checkpoint under" not in found.stderr
+        assert f"no checkpoint under {saved.url}-typo: is it spelt so?" in missed.stderr
+        assert "step-20" in found.stdout
+        assert "step-20" not in missed.stdout
+
+
 def test_exit_codes_tell_kinds_of_errors_apart(saved: Run) -> None:
     """O117, O071: wrong key, wrong bucket, no such checkpoint and store down are not alike."""
     assert saved.server is not None

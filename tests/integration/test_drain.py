@@ -196,7 +196,7 @@ def test_every_thread_of_a_flusher_steps_back(s3_run: Run) -> None:
         assert io_priority(thread) == 2 << 13 | 7, "best effort, the lowest level"
     # A session of its own is a group of its own for the scheduler, and then that is what counts.
     autogroup = Path(f"/proc/{pid}/autogroup")
-    assert not autogroup.exists() or autogroup.read_text().endswith(" nice 10\n")
+    assert not autogroup.exists() or autogroup.read_text().endswith(" nice 15\n")
 
 
 def test_a_sidecar_flushes_what_comes_until_sigterm(s3_run: Run) -> None:
