@@ -191,7 +191,7 @@ def test_every_thread_of_a_flusher_steps_back(s3_run: Run) -> None:
     )
     mine = os.getpriority(os.PRIO_PROCESS, 0)
     for thread in threads:
-        assert os.getpriority(os.PRIO_PROCESS, thread) == min(19, mine + 10)
+        assert os.getpriority(os.PRIO_PROCESS, thread) == min(19, mine + 15)
         assert os.sched_getscheduler(thread) == os.SCHED_BATCH
         assert io_priority(thread) == 2 << 13 | 7, "best effort, the lowest level"
     # A session of its own is a group of its own for the scheduler, and then that is what counts.
