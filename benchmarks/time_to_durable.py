@@ -2,11 +2,11 @@
 
 Ours: from the start of `dcp.save` until the flusher notes on the node that the commit is in the
 bucket, which a client of its own then looks at; the flusher runs already, as it does after the
-first save. Reference: the longer of the save to the
-local tier alone and the upload alone, which is what the flusher does with the sealed shard file, in
-a process that does nothing else. Like the flusher, that one finds the file on the disk and not in
-the page cache, since saves write around that. 1 would be a perfect overlap; one after the other is
-up to 2. The server is a SeaweedFS on the same machine and disk.
+first save. Reference: the longer of the save to the local tier alone and the upload alone, which is
+what the flusher does with the sealed shard file, in a process that does nothing else. Like the
+flusher, that one finds the file on the disk and not in the page cache, since saves write around
+that. 1 would be a perfect overlap; one after the other is up to 2. The server is a SeaweedFS on the
+same machine and disk.
 """
 
 import os
