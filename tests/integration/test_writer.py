@@ -416,9 +416,13 @@ def test_saves_share_a_client_and_keep_no_connection(
     assert made == ["s3"]
 
 
-@pytest.mark.parametrize("fault", [STALL, RESET])
+@pytest.mark.parametrize(("fault", "patience_s"), [(STALL, 5.0), (RESET, 30.0)])
 def test_store_is_asked_again_after_it_did_not_answer(
-    s3_run: Run, s3_server: SeaweedS3, fault: Fault, caplog: pytest.LogCaptureFixture
+    s3_run: Run,
+    s3_server: SeaweedS3,
+    fault: Fault,
+    patience_s: float,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A save without an answer goes on, and the next one does get its conflict."""
     with TieredWriter(**s3_run.arguments()) as elsewhere:
@@ -427,7 +431,7 @@ def test_store_is_asked_again_after_it_did_not_answer(
     node = s3_run.local.parent / "other-node"
     node.mkdir()
     with FaultProxy(s3_server.endpoint) as proxy:
-        arguments = runs.with_limits(runs.behind(s3_run, proxy.endpoint), store_check_s=1.0)
+        arguments = runs.with_limits(runs.behind(s3_run, proxy.endpoint), store_check_s=patience_s)
         mine = arguments | {"local": str(node), "flusher": "external"}
         with TieredWriter(**mine) as writer:
             dcp.save({"w": torch.ones(3)}, checkpoint_id="a", storage_writer=writer)
