@@ -74,7 +74,7 @@ class Limits:
     """After this time without a commit status says `late`; the flusher goes on with it, and others
     wait for it no longer. None: never."""
     linger_s: float = 10.0
-    """How long shard files of a checkpoint that this node did not publish wait for others."""
+    """How long small shard files without a manifest wait for others to share a pack with."""
     idle_exit_s: float = 30.0
     """A flusher without work ends after this."""
     poll_s: float = 0.2

@@ -167,6 +167,10 @@ class LocalTier(Tier, Protocol):
 
     root: Path
 
+    def make_directory(self, prefix: str) -> None:
+        """Create a directory durably, unless it is there."""
+        ...
+
     def create(self, key: str) -> AbstractContextManager[StagedFile]:
         """Open a staged file; leaving the context without `seal` leaves nothing behind."""
         ...

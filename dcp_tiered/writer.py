@@ -52,6 +52,7 @@ from dcp_tiered.services.catalog import Published
 from dcp_tiered.services.conflicts import taken
 from dcp_tiered.services.local_space import LocalSpace
 from dcp_tiered.services.progress import CheckpointStatus
+from dcp_tiered.services.save_mark import SaveMark
 from dcp_tiered.services.store_question import StoreQuestion
 from dcp_tiered.version import __version__
 
@@ -71,6 +72,13 @@ class _Save:
     is_coordinator: bool
     supersedes: tuple[str, ...] = ()
     begun: float
+    mark: SaveMark | None = None
+    """Tells the flusher that the save goes on; the coordinator has one."""
+
+    def end(self) -> None:
+        """Let the flusher know that this save goes on no longer."""
+        if self.mark is not None:
+            self.mark.release()
 
 
 class _ThreadState(threading.local):
@@ -234,6 +242,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         """Begin a save: take the id that `reset` stored, once."""
         del args
         state = self._thread
+        self._end_save()  # the last one of this thread, if it failed on another rank
         requested, state.requested, state.save = state.requested, None, None
         if kwargs.get("use_collectives") is False:
             raise InvalidError(
@@ -307,6 +316,8 @@ class TieredWriter(StorageWriter, AsyncStager):
         self._last_sequence = max(self._last_sequence, last, catalog.last_sequence())
         if self._settings.on_full != "supersede":
             self._make_room(save)
+        if self._stack.durable is not None and save.world_size > 1:
+            save.mark = SaveMark(self._stack.need_local(), save.checkpoint_id)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -332,50 +343,10 @@ class TieredWriter(StorageWriter, AsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Prove that every chunk and bytes entry is there exactly once; publish the manifest."""
         save = self._current()
-        shards = [cast("ShardResult", result.storage_data) for rank in results for result in rank]
-        mine = self._stack.policy_sha256()
-        said = {layout.shard_rank(shard.name) or 0: shard.policy_sha256 for shard in shards}
-        save_items.require_one_policy({save.rank: mine, **said})
-        sequence = max(time.time_ns(), self._last_sequence + 1)
-        head = Head(
-            checkpoint_id=save.checkpoint_id,
-            attempt=secrets.token_hex(8),
-            launch=self._launch,
-            node=save.node,
-            sequence=sequence,
-            step=self._step if self._step is not None else layout.step_of(save.checkpoint_id),
-            metadata=self._metadata,
-            supersedes=save.supersedes,
-            world_size=save.world_size,
-            written_by={"dcp_tiered": __version__, "torch": torch.__version__},
-            policy_sha256=mine,
-            shards=tuple(
-                ShardRef(
-                    name=shard.name,
-                    node=shard.node,
-                    length=shard.length,
-                    crc32c=shard.crc32c,
-                    footer_start=shard.footer_start,
-                )
-                for shard in shards
-            ),
-        )
-        entries = completeness.match(
-            save_items.planned(metadata), [shard.index() for shard in shards]
-        )
-        published = self._stack.catalog.publish(
-            Manifest(head=head, entries=entries, planner_data=metadata.planner_data)
-        )
-        self._last_sequence = sequence
-        self._keep_flusher()
-        _log.info(
-            "local: %s, step %s, %d bytes in %d shard files, %.2f s",
-            save.checkpoint_id,
-            head.step,
-            published.head.bytes_stored(),
-            len(shards),
-            time.monotonic() - save.begun,
-        )
+        try:
+            self._publish(save, metadata, results)
+        finally:
+            save.end()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -460,6 +431,7 @@ class TieredWriter(StorageWriter, AsyncStager):
 
     def close(self) -> None:
         """Give connections and buffers back. The flusher goes on by itself."""
+        self._end_save()
         self._staging.close()
         self._make_buffers()
         self._stack.close()
@@ -471,6 +443,56 @@ class TieredWriter(StorageWriter, AsyncStager):
         self.close()
 
     # How.
+
+    def _end_save(self) -> None:
+        if self._thread.save is not None:
+            self._thread.save.end()
+
+    def _publish(self, save: _Save, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        shards = [cast("ShardResult", result.storage_data) for rank in results for result in rank]
+        mine = self._stack.policy_sha256()
+        said = {layout.shard_rank(shard.name) or 0: shard.policy_sha256 for shard in shards}
+        save_items.require_one_policy({save.rank: mine, **said})
+        sequence = max(time.time_ns(), self._last_sequence + 1)
+        head = Head(
+            checkpoint_id=save.checkpoint_id,
+            attempt=secrets.token_hex(8),
+            launch=self._launch,
+            node=save.node,
+            sequence=sequence,
+            step=self._step if self._step is not None else layout.step_of(save.checkpoint_id),
+            metadata=self._metadata,
+            supersedes=save.supersedes,
+            world_size=save.world_size,
+            written_by={"dcp_tiered": __version__, "torch": torch.__version__},
+            policy_sha256=mine,
+            shards=tuple(
+                ShardRef(
+                    name=shard.name,
+                    node=shard.node,
+                    length=shard.length,
+                    crc32c=shard.crc32c,
+                    footer_start=shard.footer_start,
+                )
+                for shard in shards
+            ),
+        )
+        entries = completeness.match(
+            save_items.planned(metadata), [shard.index() for shard in shards]
+        )
+        published = self._stack.catalog.publish(
+            Manifest(head=head, entries=entries, planner_data=metadata.planner_data)
+        )
+        self._last_sequence = sequence
+        self._keep_flusher()
+        _log.info(
+            "local: %s, step %s, %d bytes in %d shard files, %.2f s",
+            save.checkpoint_id,
+            head.step,
+            published.head.bytes_stored(),
+            len(shards),
+            time.monotonic() - save.begun,
+        )
 
     def _refuse_published(self, save: _Save) -> Published | None:
         """Return what a crash, or a save that is to be replaced, left on this node under the id.

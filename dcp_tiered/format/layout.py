@@ -9,6 +9,7 @@ Durable tier, below the run root, and local tier, below the run directory:
     <checkpoint id>/<rank>-<token>.shard           local
     <checkpoint id>/published-<n>.json             local
     <checkpoint id>/asked-<rank>                   local
+    <checkpoint id>/saving                         local
     <checkpoint id>/superseded-<attempt>.json      local
     <checkpoint id>/keep                           local
     run.json, node.json                            local
@@ -35,6 +36,7 @@ MEASURED_FILE = "flusher-measured.json"
 JOURNAL_FILE = ".residency-journal"
 """No checkpoint has such a name."""
 KEEP_NAME = "keep"
+SAVING_NAME = "saving"
 _RESERVED = (
     RUN_FILE,
     NODE_FILE,

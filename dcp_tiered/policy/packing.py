@@ -14,6 +14,11 @@ class Candidate:
     """Bytes."""
 
 
+def is_alone(length: int, pack_bytes_target: int) -> bool:
+    """Tell whether a shard file of that many bytes is a pack of its own, whatever else there is."""
+    return length >= pack_bytes_target
+
+
 def group(candidates: Sequence[Candidate], pack_bytes_target: int) -> list[list[Candidate]]:
     """Group shard files of one node and checkpoint into packs.
 
@@ -34,7 +39,7 @@ def group(candidates: Sequence[Candidate], pack_bytes_target: int) -> list[list[
     ranks: set[int] = set()
     total = 0
     for candidate in sorted(candidates, key=lambda one: (one.rank, one.name)):
-        if candidate.length >= pack_bytes_target:
+        if is_alone(candidate.length, pack_bytes_target):
             groups.append([candidate])
             continue
         if current and (total + candidate.length > pack_bytes_target or candidate.rank in ranks):

@@ -36,13 +36,13 @@ from dcp_tiered.services.lanes import HeldUpError, Lanes
 from dcp_tiered.services.local_changes import LocalChanges
 from dcp_tiered.services.local_space import LocalSpace
 from dcp_tiered.services.no_policy import NoPolicy
-from dcp_tiered.services.other_nodes import UnpublishedShards
 from dcp_tiered.services.outgoing import never
 from dcp_tiered.services.own_packs import OwnPacks
 from dcp_tiered.services.packs import PackStore
 from dcp_tiered.services.progress import Report, ReportFile, describe_error
 from dcp_tiered.services.residency import Guard
 from dcp_tiered.services.superseding import Superseding
+from dcp_tiered.services.unpublished import UnpublishedShards
 
 _log = logging.getLogger(__name__)
 _FIXABLE_PAUSE_S_MAX = 5.0
@@ -153,6 +153,7 @@ class Flusher:
             local,
             limits,
             self._reports,
+            self.residency,
             self._space.is_wanted,
         )
 

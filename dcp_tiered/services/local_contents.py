@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from dcp_tiered.errors import CorruptError, TieredError, from_os_error
 from dcp_tiered.format import layout
 from dcp_tiered.format.records import Commit
-from dcp_tiered.format.shardfile import PAGE_BYTES, decode_header
 from dcp_tiered.format.superseded import Superseded
 from dcp_tiered.interfaces import LocalTier
-from dcp_tiered.services import run_directory, superseded_notes
+from dcp_tiered.services import run_directory, shard_headers, superseded_notes
 from dcp_tiered.services.catalog import Catalog, Published
 from dcp_tiered.services.local_changes import LocalChanges
 
@@ -211,10 +210,8 @@ class LocalContents:
         return found if found and self._is_of_many_nodes(checkpoint_id, found[0]) else []
 
     def _is_of_many_nodes(self, checkpoint_id: str, name: str) -> bool:
-        page = bytearray(PAGE_BYTES)
-        self._local.read_into(layout.key(checkpoint_id, name), 0, memoryview(page))
-        header = decode_header(bytes(page))
-        return header.world_size not in (header.local_world_size, 1)
+        header = shard_headers.header(self._local, checkpoint_id, name)
+        return not shard_headers.is_of_one_node(header)
 
     def _files(self, checkpoint_id: str) -> dict[str, os.stat_result]:
         path = self._local.root / checkpoint_id

@@ -1,17 +1,14 @@
 """One flusher per node and run: a lock on a file that says who holds it and who started the holder.
 
-The lock is an open file description lock: it ends with its process however that ends, and it can be
-looked at without being taken. A look that took it for a moment would turn away the one flusher that
-is just starting, and nobody would flush.
+The lock ends with its process however that ends, and it is looked at without being taken: a look
+that took it for a moment would turn away the one flusher that is just starting, and nobody would
+flush.
 """
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import signal
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,14 +16,12 @@ from pathlib import Path
 
 from dcp_tiered.errors import from_os_error
 from dcp_tiered.format import layout
-from dcp_tiered.services import identity
+from dcp_tiered.services import file_locks, identity
 from dcp_tiered.services.identity import ProcessIdentity
 
 _FILE_MODE = 0o600
 _TEXT_BYTES = 2048
 """The holder's text is padded to this and goes over the last one: a full disk has room for that."""
-_LOCK = struct.Struct("@hhqqi4x")
-_BUSY = (errno.EAGAIN, errno.EACCES)
 MISSING = "no flusher runs on this node"
 MISSING_HINT = (
     "Nothing is lost: 'dcp-tiered flush LOCAL' brings what is here to the durable tier. With"
@@ -75,7 +70,7 @@ class FlusherLock:
                 exc, "local", str(self._path), "look at the flusher's lock"
             ) from exc
         try:
-            if not _is_locked(fd):
+            if not file_locks.is_locked(fd):
                 return None
             holder = _parse(os.pread(fd, _TEXT_BYTES, 0))
         except OSError as exc:
@@ -96,7 +91,10 @@ class FlusherLock:
         except OSError:
             return False
         try:
-            return not _is_locked(fd) and _parse(os.pread(fd, _TEXT_BYTES, 0)).flusher is not None
+            return (
+                not file_locks.is_locked(fd)
+                and _parse(os.pread(fd, _TEXT_BYTES, 0)).flusher is not None
+            )
         except OSError:
             return False
         finally:
@@ -110,7 +108,7 @@ class FlusherLock:
         except OSError as exc:
             raise from_os_error(exc, "local", str(self._path), "open the flusher's lock") from exc
         try:
-            if not _try_lock(fd):
+            if not file_locks.try_lock(fd):
                 yield False
                 return
             self._fd = fd
@@ -188,25 +186,6 @@ def _introduce(fd: int, starter: ProcessIdentity | None) -> None:
     with contextlib.suppress(OSError):
         os.pwrite(fd, text.encode().ljust(_TEXT_BYTES), 0)
         os.ftruncate(fd, _TEXT_BYTES)
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request())
-    except OSError as exc:
-        if exc.errno in _BUSY:
-            return False
-        raise
-    return True
-
-
-def _is_locked(fd: int) -> bool:
-    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _request())
-    return bool(_LOCK.unpack(answer)[0] != fcntl.F_UNLCK)
-
-
-def _request() -> bytes:
-    return _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 def _parse(data: bytes) -> Holder:

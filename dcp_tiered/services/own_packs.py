@@ -8,7 +8,7 @@ from dcp_tiered.errors import UnavailableError
 from dcp_tiered.format import layout
 from dcp_tiered.format.pack import Pack, plan_pack
 from dcp_tiered.interfaces import LocalTier
-from dcp_tiered.policy.packing import Candidate, group
+from dcp_tiered.policy.packing import Candidate, group, is_alone
 from dcp_tiered.services import run_directory, shard_headers
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.pack_upload import PackUpload
@@ -111,6 +111,8 @@ class OwnPacks:
         they may have been grouped otherwise are the packs listed: a thousand nodes that did so for
         every checkpoint would list a million names.
         """
+        if all(is_alone(row[1], self._target()) for row in rows):
+            return {}
         if not self._may_be_grouped_otherwise(checkpoint_id, {row[0] for row in rows}):
             return {}
         found: dict[str, Pack] = {}
@@ -130,8 +132,8 @@ class OwnPacks:
             return True  # of two attempts
         if not shard_headers.all_ranks_are_here(headers):
             return True
-        times = [shard_headers.sealed_at(self._local, checkpoint_id, name) for name in loose]
-        return bool(times) and max(times) - min(times) >= self._limits.linger_s * 1e9
+        times = [shard_headers.appeared_at(self._local, checkpoint_id, name) for name in loose]
+        return max(times) - min(times) >= self._limits.linger_s * 1e9
 
 
 def _candidate(row: Row) -> Candidate:

@@ -54,8 +54,24 @@ def all_ranks_are_here(headers: Collection[Header]) -> bool:
     return len(known) == len(expected) and len(ranks) >= max(known, default=1)
 
 
+def is_of_one_node(header: Header) -> bool:
+    """Tell whether all ranks of a save are on this node, as far as the launcher said."""
+    return header.world_size in (header.local_world_size, 1)
+
+
+def appeared_at(local: LocalTier, checkpoint_id: str, name: str) -> int:
+    """Return when a shard file got its name, nanoseconds; 0 when it is not there.
+
+    That may be long after its last byte was written: a sync lies in between.
+    """
+    try:
+        return (local.root / checkpoint_id / name).stat().st_ctime_ns
+    except OSError:
+        return 0
+
+
 def sealed_at(local: LocalTier, checkpoint_id: str, name: str) -> int:
-    """Return when a shard file was written, nanoseconds; 0 when it is not there."""
+    """Return when a shard file was last written to, nanoseconds; 0 when it is not there."""
     try:
         return (local.root / checkpoint_id / name).stat().st_mtime_ns
     except OSError:

@@ -59,6 +59,12 @@ class PosixTier:
         """Return the path of a key."""
         return self.root / key
 
+    def make_directory(self, prefix: str) -> None:
+        """Create a directory durably, unless it is there; see `LocalTier.make_directory`."""
+        path = self.path(prefix)
+        with self._errors(path, "create a directory"):
+            _make_directory(path, self.base)
+
     @contextmanager
     def create(self, key: str) -> Iterator["StagedPath"]:
         """Open a staged file; leaving the context without `seal` leaves nothing behind."""

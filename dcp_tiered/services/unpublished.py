@@ -1,31 +1,38 @@
-"""The part of a flush on nodes that did not publish: the coordinator's manifest is not here.
+"""Shard files that no manifest known on this node names: uploaded before their save is over.
 
-Shard files of such a node are uploaded once the node's other ranks have sealed theirs, or after a
-linger time. Then the manifest, which the coordinator's node puts on the durable tier, is awaited
-and published here too, so that a resume and `wait` find it; from then on the flusher treats the
-checkpoint like one of its own. A commit that comes first does as well.
+Those that are packs of their own go at once; smaller ones once the node's other ranks have sealed
+theirs, or after a linger time.
 
-Where all ranks are on this node, shard files without a manifest are a save that is still going on
-or one that died, so they stay where they are.
+Where other nodes take part, the manifest, which the coordinator's node puts on the durable tier, is
+awaited and published here too, so that a resume and `wait` find it; from then on the flusher treats
+the checkpoint like one of its own. A commit that comes first does as well.
+
+Where all ranks are on this node, the coordinator's mark tells whether the save still goes on: what
+is left of one that died stays where it is.
 """
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from dcp_tiered.config import Limits
 from dcp_tiered.errors import CorruptError, IncompleteError, ResidencyError, TieredError
+from dcp_tiered.format import layout
 from dcp_tiered.format.manifest import decode_head
 from dcp_tiered.format.records import Commit, Record, expired_commits, state_of
 from dcp_tiered.format.shardfile import Header
 from dcp_tiered.interfaces import LocalTier
+from dcp_tiered.policy.packing import is_alone
 from dcp_tiered.services import shard_headers
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.lanes import HeldUpError, Lanes
 from dcp_tiered.services.local_changes import LocalChanges
 from dcp_tiered.services.own_packs import OwnPacks
 from dcp_tiered.services.progress import Report, ReportFile, describe_error
+from dcp_tiered.services.residency import Guard
+from dcp_tiered.services.residency_note import policy_in_force
+from dcp_tiered.services.save_mark import saving_since
 
 _log = logging.getLogger(__name__)
 _ASK_S_MAX = 15.0
@@ -39,9 +46,13 @@ class _Waiting:
     """Shard files of one checkpoint id that no manifest or commit known here names."""
 
     since: float
+    """When the last of them was found."""
     names: frozenset[str]
     headers: dict[str, Header] = field(default_factory=dict)
-    uploaded: bool = False
+    lengths: dict[str, int] = field(default_factory=dict)
+    """Bytes of each."""
+    sent: set[str] = field(default_factory=set)
+    """Those in verified packs."""
     log: dict[int, Record] = field(default_factory=dict)
     """The records of the id that were read so far."""
     attempts: set[str] = field(default_factory=set)
@@ -55,7 +66,18 @@ class _Waiting:
 
 
 class UnpublishedShards:
-    """Uploads this node's shard files of checkpoints that another node publishes."""
+    """Uploads this node's shard files of checkpoints that are not published here.
+
+    Args:
+        catalog: The run's catalog.
+        own_packs: Groups and uploads.
+        lanes: Where uploads run.
+        local: The run's directory.
+        limits: Bounds.
+        reports: What `status` shows.
+        residency: Whether what this node saves may leave by this flusher.
+        wanted: Tells whether a save waits for room that a commit by others may have made.
+    """
 
     def __init__(
         self,
@@ -65,6 +87,7 @@ class UnpublishedShards:
         local: LocalTier,
         limits: Limits,
         reports: ReportFile,
+        residency: Guard,
         wanted: Callable[[], bool],
     ) -> None:
         self._catalog = catalog
@@ -73,6 +96,7 @@ class UnpublishedShards:
         self._local = local
         self._limits = limits
         self._reports = reports
+        self._residency = residency
         self._wanted = wanted
         self._begun_ns = time.time_ns()
         self._changes = LocalChanges(local)
@@ -81,7 +105,7 @@ class UnpublishedShards:
         """Given up, or left over: not looked at again as long as the names are the same."""
 
     def has_work(self) -> bool:
-        """Tell whether shard files of other nodes' checkpoints wait here."""
+        """Tell whether shard files wait here for their manifest."""
         self._look()
         return bool(self._waiting)
 
@@ -174,34 +198,66 @@ class UnpublishedShards:
             if not names or (ended is not None and names == ended.names):
                 self._waiting.pop(checkpoint_id, None)
             elif known is None or known.names != names:
-                if known is not None:
+                if known is not None and not known.names <= names:
                     self._lanes.abandon(checkpoint_id)
-                self._waiting[checkpoint_id] = _Waiting(since=time.monotonic(), names=names)
+                self._waiting[checkpoint_id] = _renewed(known, names)
 
     def _advance(self, checkpoint_id: str, waiting: _Waiting) -> None:
-        if not waiting.headers:
-            waiting.headers = {
-                name: shard_headers.header(self._local, checkpoint_id, name)
-                for name in waiting.names
-            }
-        if not self._is_ready(waiting):
+        for name in waiting.names - waiting.headers.keys():
+            waiting.headers[name] = shard_headers.header(self._local, checkpoint_id, name)
+            key = layout.key(checkpoint_id, name)
+            waiting.lengths[name] = self._local.head(key).length
+        if all(map(shard_headers.is_of_one_node, waiting.headers.values())):
+            self._advance_alone(checkpoint_id, waiting)
+        else:
+            self._advance_with_others(checkpoint_id, waiting)
+
+    def _advance_alone(self, checkpoint_id: str, waiting: _Waiting) -> None:
+        """Upload what has been sealed while the slower ranks of this node are still writing."""
+        since = saving_since(self._local, checkpoint_id)
+        waited_s = time.monotonic() - waiting.since
+        if since is None or waited_s > self._limits.incomplete_after_s:
+            self._end(checkpoint_id, waiting)  # the save died, or failed in a process that lives on
             return
-        if all(_is_single_node(header) for header in waiting.headers.values()):
-            self._end(checkpoint_id, waiting)
-            return
-        if not waiting.uploaded:
+        mine = {name for name in waiting.names if self._sealed_at(checkpoint_id, name) >= since}
+        headers = [waiting.headers[name] for name in mine]
+        world_size = max((header.world_size for header in headers), default=0)
+        if waited_s >= self._limits.linger_s:
+            ready = mine
+        elif len(headers) < world_size:
+            ready = self._large(waiting, mine)
+        else:
+            return  # its manifest comes any moment
+        self._upload(checkpoint_id, waiting, ready, lambda _: None)
+
+    def _advance_with_others(self, checkpoint_id: str, waiting: _Waiting) -> None:
+        is_ready = self._is_ready(waiting)
+        ready = set(waiting.names) if is_ready else self._large(waiting, waiting.names)
+        if ready - waiting.sent:
             if self._is_before_us(checkpoint_id, waiting) and self._is_decided(
                 checkpoint_id, waiting
             ):
                 return  # committed, and perhaps removed, while no flusher ran here
-            self._upload(checkpoint_id, waiting)
-            waiting.uploaded = True
-        if self._is_settled(checkpoint_id, waiting):
+
+            def uploaded(done: int) -> None:
+                # `wait("local")` on this node is not to last as long as an upload of many packs.
+                del done
+                if time.monotonic() - waiting.looked_at >= _LOOK_S:
+                    waiting.looked_at = time.monotonic()
+                    self._adopt_manifest(checkpoint_id, waiting)
+
+            self._upload(checkpoint_id, waiting, ready, uploaded)
+        if not is_ready or self._is_settled(checkpoint_id, waiting):
             return
         waiting.asked += 1
         waiting.not_before = time.monotonic() + min(_ASK_S_MAX, 0.25 * 2 ** min(waiting.asked, 8))
         if time.monotonic() - waiting.since > self._limits.incomplete_after_s:
             self._give_up(checkpoint_id, waiting)
+
+    def _large(self, waiting: _Waiting, names: Collection[str]) -> set[str]:
+        """Return those that are packs of their own."""
+        target = self._limits.pack_bytes_target
+        return {name for name in names if is_alone(waiting.lengths[name], target)}
 
     def _is_settled(self, checkpoint_id: str, waiting: _Waiting) -> bool:
         """Look for a commit and for a manifest; return whether nothing is left to wait for here."""
@@ -266,21 +322,29 @@ class UnpublishedShards:
         complete = shard_headers.all_ranks_are_here(list(waiting.headers.values()))
         return complete or time.monotonic() - waiting.since >= self._limits.linger_s
 
-    def _upload(self, checkpoint_id: str, waiting: _Waiting) -> None:
-        def uploaded(done: int) -> None:
-            # `wait("local")` on this node is not to last as long as an upload of many packs.
-            del done
-            if time.monotonic() - waiting.looked_at >= _LOOK_S:
-                waiting.looked_at = time.monotonic()
-                self._adopt_manifest(checkpoint_id, waiting)
-
-        rows = [shard_headers.row(self._local, checkpoint_id, name) for name in waiting.names]
+    def _upload(
+        self,
+        checkpoint_id: str,
+        waiting: _Waiting,
+        ready: set[str],
+        uploaded: Callable[[int], None],
+    ) -> None:
+        """Upload what is not there yet of what is ready."""
+        todo = sorted(ready - waiting.sent)
+        if not todo:
+            return
+        # No manifest says yet under which policy they were saved: what is in force here does.
+        self._residency.admit(policy_in_force(self._local))
+        rows = [shard_headers.row(self._local, checkpoint_id, name) for name in todo]
         # Whether these are wanted is not known before their manifest is: so nothing is checked.
         self._lanes.run(
             checkpoint_id,
-            " ".join(sorted(waiting.names)),
+            " ".join(todo),
             lambda moved: self._own_packs.upload(checkpoint_id, rows, uploaded, moved),
         )
+        waiting.sent.update(todo)
+        waiting.error = None
+        self._reports.drop(checkpoint_id)
 
     def _note_commit(self, checkpoint_id: str, waiting: _Waiting) -> bool:
         """Copy the commit that names these shard files and its manifest, once they are there."""
@@ -324,5 +388,11 @@ def _places(commit: Commit, names: frozenset[str]) -> bool:
     return not names.isdisjoint(one.shard for one in commit.placements)
 
 
-def _is_single_node(header: Header) -> bool:
-    return header.world_size in (header.local_world_size, 1)
+def _renewed(known: _Waiting | None, names: frozenset[str]) -> _Waiting:
+    """Return the state of shard files to which others have come, or of which some are gone."""
+    renewed = _Waiting(since=time.monotonic(), names=names)
+    if known is not None:
+        renewed.headers = {name: known.headers[name] for name in known.headers.keys() & names}
+        renewed.lengths = {name: known.lengths[name] for name in renewed.headers}
+        renewed.sent = known.sent & names
+    return renewed
