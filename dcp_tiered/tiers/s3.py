@@ -305,10 +305,12 @@ class S3Tier:
         upload = made["UploadId"]
         try:
             parts = self._send_parts(key, source, part, upload, until)
-            return self._complete(key, source, upload, parts, until)
+            info = self._complete(key, source, upload, parts, until)
         except BaseException:
             self._abort(key, upload)
             raise
+        self._requests.prove_encryption(self._key(key))
+        return info
 
     def _complete(
         self, key: str, source: Source, upload: str, parts: list[dict[str, Any]], until: float

@@ -10,7 +10,7 @@ import binascii
 import difflib
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dcp_tiered.errors import InvalidError
@@ -97,6 +97,7 @@ _CONFIRMED = {
     "upload_part": ("SSECustomerAlgorithm",),
 }
 """What every store that obeys it repeats in its reply."""
+_ENCRYPTION = "ServerSideEncryption"
 
 
 class Parameters:
@@ -142,8 +143,23 @@ class Parameters:
 
     def unconfirmed(self, operation: str, reply: Mapping[str, Any]) -> InvalidError | None:
         """Return the error for a reply that does not confirm the encryption that was asked for."""
-        asked = self.of(operation)
-        for name in _CONFIRMED.get(operation, ()):
+        return self._unconfirmed(_CONFIRMED.get(operation, ()), self.of(operation), reply)
+
+    def encrypts(self) -> bool:
+        """Tell whether objects are to be encrypted by the store."""
+        return _ENCRYPTION in self.of("put_object")
+
+    def unencrypted(self, found: Mapping[str, Any]) -> InvalidError | None:
+        """Return the error for an object that the store does not say is encrypted as asked.
+
+        No reply to a request of a multipart upload has to repeat that.
+        """
+        return self._unconfirmed((_ENCRYPTION,), self.of("put_object"), found)
+
+    def _unconfirmed(
+        self, names: Sequence[str], asked: Mapping[str, Any], reply: Mapping[str, Any]
+    ) -> InvalidError | None:
+        for name in names:
             if name in asked and reply.get(name) != asked[name]:
                 return self._refused(
                     f"the store does not confirm {name} {asked[name]!r}, so what was just sent is"

@@ -93,6 +93,8 @@ class S3Requests:
         self._counts: Counter[tuple[str, str]] = Counter()
         _alive.add(self)
         self._unconfirmed: TieredError | None = None
+        self._is_encrypted = False
+        """Whether the store has shown that it encrypts as asked."""
         for name, hint in _NOT_TAKEN.items():
             if options.get(name):
                 what = f"s3 option {name} is not supported"
@@ -205,8 +207,25 @@ class S3Requests:
         self._count(operation, "ok")
         return result
 
+    def prove_encryption(self, key: str) -> None:
+        """See that an object that was sent in parts is encrypted as asked, unless others have been.
+
+        Args:
+            key: The object's key in the bucket.
+
+        Raises:
+            InvalidError: The store does not say so; it gets nothing more.
+        """
+        if self._is_encrypted or not self.parameters.encrypts():
+            return
+        self._note_encryption(self.parameters.unencrypted(self.call("head_object", key)))
+        self._is_encrypted = True
+
     def _check_confirmed(self, operation: str, reply: Mapping[str, Any]) -> None:
-        error = self.parameters.unconfirmed(operation, reply)
+        self._note_encryption(self.parameters.unconfirmed(operation, reply))
+        self._is_encrypted |= operation == "put_object"
+
+    def _note_encryption(self, error: TieredError | None) -> None:
         if error is not None:
             self._unconfirmed = error
             raise error

@@ -924,6 +924,40 @@ def test_a_store_that_ignores_the_encryption_gets_nothing_more(
     assert bench.open_uploads() == []
 
 
+def test_a_store_that_ignores_the_encryption_of_parts_gets_one_object(bench: Bench) -> None:
+    """A pack may go before any small object, and no reply to one of its requests has to tell."""
+    name = "x-amz-server-side-encryption"
+    for operation in ("CreateMultipartUpload", "UploadPart", "HeadObject"):
+        bench.proxy.inject(operation, Fault(reply_headers={name: ""}))
+    tier = bench.tier(retry_s=3600, s3_additional_kwargs={"ServerSideEncryption": "AES256"})
+    with pytest.raises(InvalidError, match="does not confirm ServerSideEncryption 'AES256'"):
+        tier.upload("a.pack", BytesSource(LARGE))
+    sent = len(bench.proxy.seen("UploadPart"))
+    for work in (tier.upload, lambda key, source: tier.put(key, source.pread(9, 0))):
+        with pytest.raises(InvalidError, match="does not confirm"):
+            work("b.pack", BytesSource(LARGE))
+    assert len(bench.proxy.seen("UploadPart")) == sent
+    assert bench.proxy.seen("PutObject") == []
+    assert bench.open_uploads() == []
+
+
+def test_who_has_seen_the_encryption_asks_no_more(bench: Bench, client: Any) -> None:
+    tier = bench.tier(s3_additional_kwargs={"ServerSideEncryption": "AES256"})
+    asked = []
+    for key in ("a.pack", "b.pack"):
+        before = len(bench.proxy.seen("HeadObject"))
+        tier.upload(key, BytesSource(LARGE))
+        asked.append(len(bench.proxy.seen("HeadObject")) - before)
+        found = client.head_object(Bucket=bench.bucket, Key=f"{bench.root}/{key}")
+        assert found["ServerSideEncryption"] == "AES256"
+    assert asked[0] == asked[1] + 1
+    other = bench.tier(s3_additional_kwargs={"ServerSideEncryption": "AES256"})
+    other.put("a.json", b"{}")
+    before = len(bench.proxy.seen("HeadObject"))
+    other.upload("c.pack", BytesSource(LARGE))
+    assert len(bench.proxy.seen("HeadObject")) - before == asked[1]
+
+
 def test_what_the_store_refuses_of_it_is_not_tried_again(bench: Bench) -> None:
     bench.proxy.inject("PutObject", refuse(400, "AccessControlListNotSupported"))
     tier = bench.tier(retry_s=3600, s3_additional_kwargs={"ACL": "bucket-owner-read"})
