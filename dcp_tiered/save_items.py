@@ -25,11 +25,14 @@ _UNSAFE_HINT = (
 )
 
 
-class _Policy(NamedTuple):
-    """What a rank's plan says of its policy."""
+class Said(NamedTuple):
+    """What a rank's plan tells the coordinator beside its items."""
 
     checkpoint_id: str
-    sha256: str | None
+    policy_sha256: str | None
+    """Of the residency policy that the rank was given."""
+    node: str
+    """The id of its local tier."""
 
 
 def in_order(items: Sequence[WriteItem]) -> list[tuple[WriteItem, int | None]]:
@@ -48,22 +51,22 @@ def bytes_of(items: Sequence[WriteItem]) -> int:
     return sum(max(0, _bytes_of(item)) for item in items)
 
 
-def with_policy(plan: SavePlan, checkpoint_id: str, policy_sha256: str | None) -> SavePlan:
-    """Return a rank's plan that tells the coordinator which residency policy the rank was given."""
-    return dataclasses.replace(plan, storage_data=_Policy(checkpoint_id, policy_sha256))
+def saying(plan: SavePlan, said: Said) -> SavePlan:
+    """Return a rank's plan with something to tell the coordinator."""
+    return dataclasses.replace(plan, storage_data=said)
 
 
-def policies_of(plans: Sequence[SavePlan], checkpoint_id: str) -> dict[int, str | None]:
-    """Return the policies of ranks, as far as their plans tell.
+def said_by(plans: Sequence[SavePlan], checkpoint_id: str) -> dict[int, Said]:
+    """Return what ranks say, as far as their plans tell.
 
     With plan caching, plans come empty or are those of an earlier save; what a shard file's result
     says is compared in any case, before anything is published.
     """
     said = {rank: plan.storage_data for rank, plan in enumerate(plans)}
     return {
-        rank: one.sha256
+        rank: one
         for rank, one in said.items()
-        if isinstance(one, _Policy) and one.checkpoint_id == checkpoint_id
+        if isinstance(one, Said) and one.checkpoint_id == checkpoint_id
     }
 
 
@@ -81,6 +84,36 @@ def require_one_policy(policies: Mapping[int, str | None]) -> None:
             None,
             "Give the same residency= on all ranks; nothing was published.",
         )
+
+
+def require_one_tier(
+    nodes: Mapping[int, str], world_size: int, local_world_size: int | None
+) -> None:
+    """Refuse a save of one machine whose ranks have different local tiers.
+
+    The flusher of each would take what the other has for what is left of a save that died.
+
+    Args:
+        nodes: The id of its local tier by rank.
+        world_size: Of the job.
+        local_world_size: Ranks on this machine, None where no launcher says so.
+
+    Raises:
+        InvalidError: They do.
+    """
+    if local_world_size != world_size or len(set(nodes.values())) < 2:  # noqa: PLR2004 - one is one
+        return
+    one = min(nodes)
+    other = next(rank for rank in sorted(nodes) if nodes[rank] != nodes[one])
+    raise InvalidError(
+        f"rank {other} has another local tier than rank {one}, and all {world_size} ranks are on"
+        f" this machine (LOCAL_WORLD_SIZE={local_world_size})",
+        "local",
+        None,
+        "Give all ranks of a machine the same local=, such as one RAID 0 of its disks; or set"
+        " LOCAL_RANK=0 and LOCAL_WORLD_SIZE=1 before each writer is made, and each tier is a node"
+        " of its own. Nothing was published.",
+    )
 
 
 def _bytes_of(item: WriteItem) -> int:

@@ -292,12 +292,18 @@ class TieredWriter(StorageWriter, AsyncStager):
                 self._make_room(save)
         elif config.launch_environment()[0] in (None, 0):
             self._make_room(save)
-        return save_items.with_policy(plan, save.checkpoint_id, self._stack.policy_sha256())
+        said = save_items.Said(save.checkpoint_id, self._stack.policy_sha256(), save.node)
+        return save_items.saying(plan, said)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decide, for all ranks, whether this id may be saved."""
         save = self._current()
-        save_items.require_one_policy(save_items.policies_of(plans, save.checkpoint_id))
+        said = save_items.said_by(plans, save.checkpoint_id)
+        self._require_one(
+            save,
+            {rank: one.policy_sha256 for rank, one in said.items()},
+            {rank: one.node for rank, one in said.items()},
+        )
         catalog = self._stack.catalog
         published = self._refuse_published(save)
         supersedes: set[str] = set()
@@ -451,8 +457,12 @@ class TieredWriter(StorageWriter, AsyncStager):
     def _publish(self, save: _Save, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         shards = [cast("ShardResult", result.storage_data) for rank in results for result in rank]
         mine = self._stack.policy_sha256()
-        said = {layout.shard_rank(shard.name) or 0: shard.policy_sha256 for shard in shards}
-        save_items.require_one_policy({save.rank: mine, **said})
+        by_rank = {layout.shard_rank(shard.name) or 0: shard for shard in shards}
+        self._require_one(
+            save,
+            {save.rank: mine} | {rank: one.policy_sha256 for rank, one in by_rank.items()},
+            {save.rank: save.node} | {rank: one.node for rank, one in by_rank.items()},
+        )
         sequence = max(time.time_ns(), self._last_sequence + 1)
         head = Head(
             checkpoint_id=save.checkpoint_id,
@@ -493,6 +503,15 @@ class TieredWriter(StorageWriter, AsyncStager):
             len(shards),
             time.monotonic() - save.begun,
         )
+
+    def _require_one(
+        self, save: _Save, policies: Mapping[int, str | None], nodes: Mapping[int, str]
+    ) -> None:
+        """Refuse a save whose ranks do not belong together."""
+        save_items.require_one_policy(policies)
+        if self._stack.durable is not None:
+            local_world_size = config.launch_environment()[1]
+            save_items.require_one_tier(nodes, save.world_size, local_world_size)
 
     def _refuse_published(self, save: _Save) -> Published | None:
         """Return what a crash, or a save that is to be replaced, left on this node under the id.

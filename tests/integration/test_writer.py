@@ -252,6 +252,29 @@ def test_second_save_of_a_published_id_is_refused_on_all_ranks(tmp_path: Path) -
     assert share_ranks(2, save_twice, str(tmp_path)) == [("ConflictError", True, True)] * 2
 
 
+def save_on_two_disks(rank: int, arguments: dict[str, Any], disks: list[str]) -> str:
+    with TieredWriter(**{**arguments, "local": disks[rank]}) as writer:
+        state = {f"of-{rank}": torch.arange(1000)}
+        error = runs.error_of(dcp.save, state, checkpoint_id="a", storage_writer=writer)
+    assert isinstance(error, InvalidError)
+    return str(error)
+
+
+def test_ranks_of_a_machine_with_several_local_tiers_are_told(
+    posix_run: Run, tmp_path: Path
+) -> None:
+    """It would stay local for ever: each flusher would wait for a manifest of its own."""
+    other = tmp_path / "nvme-1"
+    other.mkdir()
+    disks = [str(posix_run.local), str(other)]
+    texts = share_ranks(2, save_on_two_disks, posix_run.arguments(), disks)
+    assert len(set(texts)) == 1
+    assert "rank 1 has another local tier than rank 0" in texts[0]
+    assert "LOCAL_WORLD_SIZE=1" in texts[0]
+    assert posix_run.keys() == {}
+    assert not [path for disk in disks for path in Path(disk).rglob("*.shard")], "before a byte"
+
+
 def test_second_save_of_a_committed_id_is_refused(posix_run: Run) -> None:
     """By a later launch and from another node, which sees the commit on the durable tier only."""
     with TieredWriter(**posix_run.arguments()) as writer:
