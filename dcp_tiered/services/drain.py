@@ -58,7 +58,11 @@ def drain(
             break
         time.sleep(poll_s)
     not_begun = TooLateError("not begun: the time is over", "durable", None, STAYS_HINT)
-    left = dict.fromkeys(flusher.open_ids(), not_begun) | flusher.failures()
+    not_over = TooLateError(
+        "its save is not over, or its manifest is not known here", "local", None, STAYS_HINT
+    )
+    left: dict[str, TieredError] = dict.fromkeys(flusher.unpublished_ids(), not_over)
+    left |= dict.fromkeys(flusher.open_ids(), not_begun) | flusher.failures()
     for checkpoint_id, error in sorted(left.items()):
         _log.warning("stays on this node: %s: %s", checkpoint_id, error)
     return Drained(errors=left, is_complete=not left and not flusher.has_work())

@@ -260,6 +260,10 @@ class Flusher:
         """Return what is published here and not durable, without asking the store; oldest first."""
         return self._work()
 
+    def unpublished_ids(self) -> list[str]:
+        """Return ids of which shard files without a manifest wait here, as of the last step."""
+        return self._unpublished.ids()
+
     def failures(self) -> dict[str, TieredError]:
         """Return the error of the last try of every checkpoint that is not durable, by id."""
         own = {name: state.error for name, state in self._open.items() if state.error is not None}

@@ -109,6 +109,10 @@ class UnpublishedShards:
         self._look()
         return bool(self._waiting)
 
+    def ids(self) -> list[str]:
+        """Return what waits here, as of the last look."""
+        return list(self._waiting)
+
     def failures(self) -> dict[str, TieredError]:
         """Return the error of the last try of every id whose shard files are not durable."""
         states = self._ended | self._waiting

@@ -26,6 +26,7 @@ from dcp_tiered.services.residency import PolicyCheck
 from dcp_tiered.services.save_mark import SaveMark, saving_since
 from dcp_tiered.tiers.posix import PosixTier
 from tests.conftest import QUICK, Run, end_flushers, flusher_pids
+from tests.integration.test_cli import credentials
 from tests.support import runs, workers
 from tests.support.nodes import make_nodes
 from tests.support.ranks import run_ranks, share_ranks
@@ -35,7 +36,7 @@ from tests.support.workers import await_that
 MIB = 1 << 20
 LARGE, SMALL = 2 * MIB, 20_000
 """Bytes of a rank's state; packs are full at one MiB."""
-HELD_S = 60.0
+HELD_S = 80.0
 
 
 class Held(DefaultSavePlanner):
@@ -121,7 +122,7 @@ def watched(run: Run, go: Path, word: str, packs: int) -> Iterator[dict[str, Any
     eyes = Eyes(run)
 
     def watch() -> None:
-        await_that("packs", lambda: len(packs_of(eyes)) >= packs, HELD_S - 10)
+        await_that("packs", lambda: len(packs_of(eyes)) >= packs, HELD_S - 20)
         seen["published"] = published(runs.run_path(run))
         seen["keys"] = eyes.keys()
         go.write_text(word)
@@ -240,7 +241,7 @@ def test_a_flusher_that_is_killed_meanwhile_costs_no_second_pack(
     eyes = Eyes(s3_run)
 
     def kill() -> None:
-        await_that("both packs", lambda: len(packs_of(eyes)) >= 2, HELD_S - 10)
+        await_that("both packs", lambda: len(packs_of(eyes)) >= 2, HELD_S - 20)
         end_flushers(s3_run.local)
         go.write_text("go on")
 
@@ -259,7 +260,7 @@ def test_a_save_that_failed_keeps_no_flusher(s3_run: Run, tmp_path: Path) -> Non
     arguments = arguments_of(s3_run, idle_exit_s=1.0)
 
     def watch() -> None:
-        await_that("rank 0's pack", lambda: packs_of(Eyes(s3_run)), HELD_S - 10)
+        await_that("rank 0's pack", lambda: packs_of(Eyes(s3_run)), HELD_S - 20)
         go.write_text("fail")
         then.write_text("")
 
@@ -271,6 +272,48 @@ def test_a_save_that_failed_keeps_no_flusher(s3_run: Run, tmp_path: Path) -> Non
     assert status(s3_run) == {"step-1": "saving", "step-2": "durable"}
     assert Eyes(s3_run).commits("step-1") == []
     assert len(packs_of(Eyes(s3_run))) == 1, "the pack that left before the save failed"
+
+
+def drain(run: Run, deadline: str) -> subprocess.Popen[str]:
+    assert run.server is not None
+    command = [str(Path(sys.executable).with_name("dcp-tiered")), "drain", str(run.local)]
+    limits = {name: getattr(run.limits, name) for name in ("linger_s", "poll_s", "takeover_s")}
+    return subprocess.Popen(
+        [*command, "--deadline", deadline],
+        env={
+            **os.environ,
+            **credentials(run.server),
+            "FSSPEC_TIERED_LIMITS": json.dumps({**limits, "pack_bytes_target": MIB}),
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_drain_waits_for_the_save_that_goes_on(s3_run: Run, tmp_path: Path) -> None:
+    go, sizes = tmp_path / "go", [LARGE, LARGE]
+    said: dict[str, Any] = {}
+    eyes = Eyes(s3_run)
+
+    def watch() -> None:
+        await_that("rank 0's pack", lambda: packs_of(eyes), HELD_S - 40)
+        first = drain(s3_run, "4s")
+        said["first"] = first.communicate(), first.returncode
+        second = drain(s3_run, "60s")
+        go.write_text("go on")
+        said["second"] = second.communicate(), second.returncode
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    share_ranks(2, save, arguments_of(s3_run), sizes, str(go))
+    thread.join()
+    (text, _), code = said["first"]
+    assert "step-1: stays on this node: its save is not over" in text
+    assert code == 4
+    (text, _), code = said["second"]
+    assert text.endswith(": all durable\n")
+    assert code == 0
+    assert keys(s3_run) == named(commit_of(s3_run))
 
 
 # ---------------------------------------------------------------- what the mark says
