@@ -221,7 +221,9 @@ class UnpublishedShards:
         since = saving_since(self._local, checkpoint_id)
         waited_s = time.monotonic() - waiting.since
         if since is None or waited_s > self._limits.incomplete_after_s:
-            self._end(checkpoint_id, waiting)  # the save died, or failed in a process that lives on
+            # The save died, or failed in a process that lives on: nobody will publish these.
+            self._went_well(checkpoint_id, waiting)
+            self._end(checkpoint_id, waiting)
             return
         mine = {name for name in waiting.names if self._sealed_at(checkpoint_id, name) >= since}
         headers = [waiting.headers[name] for name in mine]
@@ -347,8 +349,13 @@ class UnpublishedShards:
             lambda moved: self._own_packs.upload(checkpoint_id, rows, uploaded, moved),
         )
         waiting.sent.update(todo)
-        waiting.error = None
-        self._reports.drop(checkpoint_id)
+        self._went_well(checkpoint_id, waiting)
+
+    def _went_well(self, checkpoint_id: str, waiting: _Waiting) -> None:
+        """Forget the error of the try before, if it had one."""
+        if waiting.error is not None:
+            waiting.error = None
+            self._reports.drop(checkpoint_id)
 
     def _note_commit(self, checkpoint_id: str, waiting: _Waiting) -> bool:
         """Copy the commit that names these shard files and its manifest, once they are there."""
