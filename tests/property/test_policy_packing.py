@@ -38,6 +38,35 @@ def test_a_pack_holds_one_shard_file_per_rank(candidates: list[Candidate], targe
         assert len({one.rank for one in pack}) == len(pack)
 
 
+@given(st.lists(st.integers(1, 99), max_size=7))
+def test_packs_are_about_as_few_as_can_be(lengths: list[int]) -> None:
+    """Against the best of all ways to group them."""
+    files = [
+        Candidate(name=f"{rank}-x.shard", rank=rank, length=length)
+        for rank, length in enumerate(lengths)
+    ]
+    assert len(group(files, 100)) <= (11 * fewest(lengths, []) + 6) // 9
+
+
+def fewest(lengths: list[int], packs: list[int]) -> int:
+    """Return how many packs of 100 bytes hold what lies in some already, and more files."""
+    if not lengths:
+        return len(packs)
+    first, *rest = lengths
+    ways = [fewest(rest, [*packs, first])]
+    for at, held in enumerate(packs):
+        if held + first <= 100:
+            ways.append(fewest(rest, [*packs[:at], held + first, *packs[at + 1 :]]))
+    return min(ways)
+
+
+def test_a_pack_that_is_not_full_takes_what_comes_later() -> None:
+    sizes = [30, 80, 30, 80, 30]
+    files = [Candidate(name=f"{rank}-x", rank=rank, length=size) for rank, size in enumerate(sizes)]
+    ranks = [[one.rank for one in pack] for pack in group(files, 100)]
+    assert ranks == [[1], [3], [0, 2, 4]]
+
+
 @given(_CANDIDATES, _TARGETS, st.randoms(use_true_random=False))
 def test_order_of_discovery_makes_no_difference(
     candidates: list[Candidate], target: int, chance
