@@ -12,6 +12,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -182,7 +183,9 @@ class TieredWriter(StorageWriter, AsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what belongs to one save or one process."""
-        mine = dict.fromkeys(("_thread", "_staging", "_shards", "_stack", "_space", "_question"))
+        mine = dict.fromkeys(
+            ("_thread", "_marks", "_staging", "_shards", "_stack", "_space", "_question")
+        )
         return {**self.__dict__, **mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -192,6 +195,7 @@ class TieredWriter(StorageWriter, AsyncStager):
     def _start(self) -> None:
         """Make what belongs to one process."""
         self._thread = _ThreadState()
+        self._marks: weakref.WeakSet[SaveMark] = weakref.WeakSet()
         self._stack = stack.build(self._settings)
         store_check_s = self._settings.limits.store_check_s
         quick = Limits(request_timeout_s=store_check_s, request_retry_s=0.0)
@@ -242,7 +246,8 @@ class TieredWriter(StorageWriter, AsyncStager):
         """Begin a save: take the id that `reset` stored, once."""
         del args
         state = self._thread
-        self._end_save()  # the last one of this thread, if it failed on another rank
+        if state.save is not None:
+            state.save.end()  # it may have failed on another rank
         requested, state.requested, state.save = state.requested, None, None
         if kwargs.get("use_collectives") is False:
             raise InvalidError(
@@ -324,24 +329,17 @@ class TieredWriter(StorageWriter, AsyncStager):
             self._make_room(save)
         if self._stack.durable is not None and save.world_size > 1:
             save.mark = SaveMark(self._stack.need_local(), save.checkpoint_id)
+            self._marks.add(save.mark)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Seal this rank's shard file; a rank without items writes none."""
         save = self._current()
-        self._stack.note_policy()
-        results = []
-        if plan.items:
-            begun = time.monotonic()
-            shard = self._shards.write(self._header(save), plan, planner)
-            self._written_s += time.monotonic() - begun
-            self._written_bytes += shard.length
-            results.append(
-                WriteResult(
-                    index=MetadataIndex(shard.name), size_in_bytes=shard.length, storage_data=shard
-                )
-            )
-            self._keep_flusher()
+        try:
+            results = self._write(save, plan, planner)
+        except BaseException:
+            save.end()
+            raise
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -437,7 +435,8 @@ class TieredWriter(StorageWriter, AsyncStager):
 
     def close(self) -> None:
         """Give connections and buffers back. The flusher goes on by itself."""
-        self._end_save()
+        for mark in list(self._marks):  # of saves in other threads too
+            mark.release()
         self._staging.close()
         self._make_buffers()
         self._stack.close()
@@ -450,9 +449,21 @@ class TieredWriter(StorageWriter, AsyncStager):
 
     # How.
 
-    def _end_save(self) -> None:
-        if self._thread.save is not None:
-            self._thread.save.end()
+    def _write(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        self._stack.note_policy()
+        results = []
+        if plan.items:
+            begun = time.monotonic()
+            shard = self._shards.write(self._header(save), plan, planner)
+            self._written_s += time.monotonic() - begun
+            self._written_bytes += shard.length
+            results.append(
+                WriteResult(
+                    index=MetadataIndex(shard.name), size_in_bytes=shard.length, storage_data=shard
+                )
+            )
+            self._keep_flusher()
+        return results
 
     def _publish(self, save: _Save, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         shards = [cast("ShardResult", result.storage_data) for rank in results for result in rank]
@@ -557,6 +568,7 @@ class TieredWriter(StorageWriter, AsyncStager):
             node=save.node,
             token=secrets.token_hex(8),
             written_by=__version__,
+            policy_sha256=self._stack.policy_sha256(),
         )
 
     def _make_room(self, save: _Save) -> None:

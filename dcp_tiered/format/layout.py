@@ -247,6 +247,15 @@ def check_sha256(text: object) -> str:
     return _from_storage(_SHA256, text, "sha256")
 
 
+def check_optional_sha256(value: object) -> str | None:
+    """Return a stored sha256, None where there is none.
+
+    Raises:
+        CorruptError: It is something else.
+    """
+    return None if value is None else check_sha256(value)
+
+
 def check_stored_id(text: object) -> str:
     """Return a checkpoint id that was read from storage.
 

@@ -250,13 +250,8 @@ def _head(meta: dict[str, Any]) -> Head:
         world_size=integer(meta, "world_size", 1),
         written_by=versions,
         shards=shards,
-        policy_sha256=_policy_sha256(meta),
+        policy_sha256=layout.check_optional_sha256(meta.get("policy_sha256")),
     )
-
-
-def _policy_sha256(meta: dict[str, Any]) -> str | None:
-    value = meta.get("policy_sha256")
-    return None if value is None else layout.check_sha256(value)
 
 
 def _shard_ref(row: object) -> ShardRef:

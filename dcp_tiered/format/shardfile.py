@@ -121,6 +121,8 @@ class Header:
     token: str
     written_by: str
     """Version of dcp_tiered."""
+    policy_sha256: str | None = None
+    """Of the residency policy under which it was saved, None without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +158,10 @@ def encode_header(header: Header) -> bytes:
     Raises:
         InvalidError: A field is not what a reader accepts.
     """
+    policy = {} if header.policy_sha256 is None else {"policy_sha256": header.policy_sha256}
     fields = canonical_json(
         {
+            **policy,
             "checkpoint_id": layout.check_checkpoint_id(header.checkpoint_id),
             "rank": header.rank,
             "world_size": header.world_size,
@@ -207,6 +211,7 @@ def decode_header(page: bytes) -> Header:
         node=layout.check_node(fields.get("node")),
         token=token,
         written_by=text(fields, "written_by", 40),
+        policy_sha256=layout.check_optional_sha256(fields.get("policy_sha256")),
     )
 
 

@@ -50,7 +50,8 @@ def drain(
         pending = (_pending(catalog, one, number, outgoing) for number, one in enumerate(ids))
         return draining.order(pending)
 
-    while not stop() and flusher.step(ranked):
+    # A save that goes on may yet end in time.
+    while not stop() and (flusher.step(ranked) or flusher.unpublished_ids()):
         failures = flusher.failures()
         if failures and all(
             isinstance(exc, (TooLateError, *HOPELESS)) for exc in failures.values()

@@ -64,6 +64,10 @@ class NoPolicy:
         if policy_sha256 is not None:
             raise another_policy(policy_sha256, "held to none")
 
+    def is_mine(self, policy_sha256: str | None) -> bool:
+        """Pass for what was sealed without a policy; see `Guard.is_mine`."""
+        return policy_sha256 is None
+
     def settle(self) -> None:
         """Do nothing."""
 

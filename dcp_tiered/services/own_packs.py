@@ -68,7 +68,7 @@ class OwnPacks:
         Returns:
             The packs of this node that hold them, by name.
         """
-        self._tidy(checkpoint_id, rows)
+        self.tidy(checkpoint_id, [row[0] for row in rows])
         packs = self._there(checkpoint_id, rows)
         packed = {shard.name for pack in packs.values() for shard in pack.shards}
         todo = {row[0]: row for row in rows if row[0] not in packed}
@@ -85,14 +85,18 @@ class OwnPacks:
             uploaded(done)
         return packs
 
-    def _tidy(self, checkpoint_id: str, rows: Collection[Row]) -> None:
+    def tidy(self, checkpoint_id: str, names: Collection[str]) -> None:
         """Drop what a flusher before this one had begun to upload, when first asked for an id.
 
         It may have grouped the shard files otherwise, so under other names than ours. Of what was
         sealed after this process began, there was none before. While a save of this node writes
         through, what is open may be its own: then this is done the next time.
+
+        Args:
+            checkpoint_id: The id.
+            names: Its shard files.
         """
-        sealed = (shard_headers.sealed_at(self._local, checkpoint_id, row[0]) for row in rows)
+        sealed = (shard_headers.sealed_at(self._local, checkpoint_id, name) for name in names)
         is_older = min(sealed, default=self._begun_ns) < self._begun_ns
         if not is_older or checkpoint_id in self._tidied:
             return

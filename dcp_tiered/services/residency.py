@@ -74,6 +74,14 @@ class Guard(Residency, Protocol):
         """
         ...
 
+    def is_mine(self, policy_sha256: str | None) -> bool:
+        """Tell whether what was sealed under a policy may go before its ranks have agreed on one.
+
+        Args:
+            policy_sha256: What its shard file says; None: it was sealed without a policy.
+        """
+        ...
+
     def settle(self) -> None:
         """Look at the target once more if anything was written since the last look."""
         ...
@@ -170,6 +178,10 @@ class PolicyCheck:
         """
         if policy_sha256 is not None and policy_sha256 not in self._earlier:
             raise another_policy(policy_sha256, f"held to policy {self._policy.sha256[:12]}")
+
+    def is_mine(self, policy_sha256: str | None) -> bool:
+        """Pass for this policy itself: one that it has replaced may not allow this target."""
+        return policy_sha256 in (None, self._policy.sha256)
 
     def settle(self) -> None:
         """Look once more if anything was written since the last look; see `Guard.settle`."""

@@ -53,17 +53,6 @@ def noted_policy(local: LocalTier) -> dict[str, Any] | None:
     return None
 
 
-def policy_in_force(local: LocalTier) -> str | None:
-    """Return the hash of the policy under which this node saves, None without one.
-
-    Raises:
-        InvalidError: It is none that this version knows.
-        ResidencyError: It is damaged: a lost policy must not become none.
-    """
-    noted = read_note(local)
-    return residency_schema.parse(noted["policy"]).sha256 if "policy" in noted else None
-
-
 def known_policies(local: LocalTier) -> list[str]:
     """Return hashes of the policies that are or were in force on a node, the newest first."""
     with contextlib.suppress(ResidencyError):

@@ -33,13 +33,12 @@ class SaveMark:
         path = _path(local, checkpoint_id)
         with contextlib.suppress(OSError, TieredError):
             local.make_directory(checkpoint_id)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
-            if not file_locks.try_lock(fd):
-                os.close(fd)
-                return
-            os.utime(fd)
+            # A new file: of the old one a child of a process that died may still hold the lock.
+            path.unlink(missing_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
             self._end = weakref.finalize(self, _give_back, fd, path, os.getpid())
             self._end.atexit = False
+            file_locks.try_lock(fd)
 
     def release(self) -> None:
         """Say so no longer."""
@@ -48,10 +47,10 @@ class SaveMark:
 
 
 def _give_back(fd: int, path: Path, pid: int) -> None:
-    if os.getpid() == pid:  # else this is a child that was forked meanwhile
-        with contextlib.suppress(OSError):
-            path.unlink()
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        if os.getpid() == pid:  # else this is a child that was forked meanwhile
+            if path.stat().st_ino == os.fstat(fd).st_ino:  # else it is of another save by now
+                path.unlink()
             file_locks.unlock(fd)
     os.close(fd)
 

@@ -26,12 +26,11 @@ from dcp_tiered.interfaces import LocalTier
 from dcp_tiered.policy.packing import is_alone
 from dcp_tiered.services import shard_headers
 from dcp_tiered.services.catalog import Catalog
-from dcp_tiered.services.lanes import HeldUpError, Lanes
+from dcp_tiered.services.lanes import HeldUpError, Lanes, UnwantedError
 from dcp_tiered.services.local_changes import LocalChanges
 from dcp_tiered.services.own_packs import OwnPacks
 from dcp_tiered.services.progress import Report, ReportFile, describe_error
 from dcp_tiered.services.residency import Guard
-from dcp_tiered.services.residency_note import policy_in_force
 from dcp_tiered.services.save_mark import saving_since
 
 _log = logging.getLogger(__name__)
@@ -53,6 +52,8 @@ class _Waiting:
     """Bytes of each."""
     sent: set[str] = field(default_factory=set)
     """Those in verified packs."""
+    is_idle: bool = False
+    """Nothing more of them can leave before there is a manifest."""
     log: dict[int, Record] = field(default_factory=dict)
     """The records of the id that were read so far."""
     attempts: set[str] = field(default_factory=set)
@@ -105,9 +106,9 @@ class UnpublishedShards:
         """Given up, or left over: not looked at again as long as the names are the same."""
 
     def has_work(self) -> bool:
-        """Tell whether shard files wait here for their manifest."""
+        """Tell whether something is to be done with shard files that wait for their manifest."""
         self._look()
-        return bool(self._waiting)
+        return any(not waiting.is_idle for waiting in self._waiting.values())
 
     def ids(self) -> list[str]:
         """Return what waits here, as of the last look."""
@@ -119,14 +120,17 @@ class UnpublishedShards:
         return {name: state.error for name, state in states.items() if state.error is not None}
 
     def step(self) -> bool:
-        """Upload what is ready and look for commits; return whether anything was still open.
+        """Upload what is ready and look for commits; return whether anything was still to be done.
 
-        What has just got its manifest is open too: it goes on as a published checkpoint.
+        So is what has just got its manifest: it goes on as a published checkpoint.
         """
-        self._look()
-        begun = list(self._waiting.items())
+        is_open = self.has_work()
         wanted = self._wanted()
-        for checkpoint_id, waiting in begun:
+        for checkpoint_id in list(self._waiting):
+            self._look()  # an upload may have taken long, and others have been sealed meanwhile
+            waiting = self._waiting.get(checkpoint_id)
+            if waiting is None:
+                continue
             looked_s = time.time() - waiting.tried_at
             soon = wanted and waiting.error is None and looked_s >= _LOOK_S
             if time.monotonic() < waiting.not_before and not soon:
@@ -147,7 +151,7 @@ class UnpublishedShards:
                 text = f"{type(exc).__name__}: {str(exc)[:200]}"
                 error = CorruptError(text, "local", checkpoint_id, "Look at flusher.log.")
                 self._failed(checkpoint_id, waiting, error)
-        return bool(begun)
+        return is_open
 
     def _failed(self, checkpoint_id: str, waiting: _Waiting, error: TieredError) -> None:
         """Note an error and come back later; damage is looked at a few times only."""
@@ -219,22 +223,51 @@ class UnpublishedShards:
     def _advance_alone(self, checkpoint_id: str, waiting: _Waiting) -> None:
         """Upload what has been sealed while the slower ranks of this node are still writing."""
         since = saving_since(self._local, checkpoint_id)
-        waited_s = time.monotonic() - waiting.since
-        if since is None or waited_s > self._limits.incomplete_after_s:
-            # The save died, or failed in a process that lives on: nobody will publish these.
-            self._went_well(checkpoint_id, waiting)
-            self._end(checkpoint_id, waiting)
+        sealed = {name: self._sealed_at(checkpoint_id, name) for name in waiting.names}
+        age_s = (time.time_ns() - max(sealed.values())) / 1e9
+        if since is None or age_s > self._limits.incomplete_after_s:
+            self._end_dead(checkpoint_id, waiting)
             return
-        mine = {name for name in waiting.names if self._sealed_at(checkpoint_id, name) >= since}
-        headers = [waiting.headers[name] for name in mine]
-        world_size = max((header.world_size for header in headers), default=0)
-        if waited_s >= self._limits.linger_s:
-            ready = mine
-        elif len(headers) < world_size:
-            ready = self._large(waiting, mine)
-        else:
+        mine = {name for name, at in sealed.items() if at >= since}
+        ranks = {waiting.headers[name].rank for name in mine}
+        world_size = max((waiting.headers[name].world_size for name in mine), default=0)
+        lingered = time.monotonic() - waiting.since >= self._limits.linger_s
+        if len(ranks) >= world_size and not lingered:
             return  # its manifest comes any moment
-        self._upload(checkpoint_id, waiting, ready, lambda _: None)
+        try:
+            ready = mine if lingered else self._large(waiting, mine)
+            check = self._until_it_dies(checkpoint_id, frozenset(mine))
+            self._upload(checkpoint_id, waiting, ready, check, check)
+        except UnwantedError:
+            self._end_dead(checkpoint_id, waiting)
+        else:
+            waiting.is_idle = lingered
+
+    def _until_it_dies(self, checkpoint_id: str, names: frozenset[str]) -> Callable[[], None]:
+        """Return what ends an upload by raising when nobody will publish what it uploads."""
+        looked_at = time.monotonic()
+
+        def check() -> None:
+            nonlocal looked_at
+            if time.monotonic() - looked_at < _LOOK_S:
+                return
+            looked_at = time.monotonic()
+            # Asked in this order: a save has published before it is over.
+            if saving_since(self._local, checkpoint_id) is None and names & self._catalog.unnamed(
+                checkpoint_id
+            ):
+                raise UnwantedError("its save is over without a manifest", "local", checkpoint_id)
+
+        return check
+
+    def _end_dead(self, checkpoint_id: str, waiting: _Waiting) -> None:
+        """Leave shard files where they are: their save died, or failed in a process that lives."""
+        self._went_well(checkpoint_id, waiting)
+        try:
+            self._own_packs.tidy(checkpoint_id, waiting.names)
+        except TieredError as exc:
+            _log.warning("what a flusher before had begun to upload stays open: %s", exc)
+        self._end(checkpoint_id, waiting)
 
     def _advance_with_others(self, checkpoint_id: str, waiting: _Waiting) -> None:
         is_ready = self._is_ready(waiting)
@@ -244,15 +277,9 @@ class UnpublishedShards:
                 checkpoint_id, waiting
             ):
                 return  # committed, and perhaps removed, while no flusher ran here
-
-            def uploaded(done: int) -> None:
-                # `wait("local")` on this node is not to last as long as an upload of many packs.
-                del done
-                if time.monotonic() - waiting.looked_at >= _LOOK_S:
-                    waiting.looked_at = time.monotonic()
-                    self._adopt_manifest(checkpoint_id, waiting)
-
-            self._upload(checkpoint_id, waiting, ready, uploaded)
+            adopt = self._adopting(checkpoint_id, waiting)
+            # Whether these are wanted is not known before their manifest is: nothing is checked.
+            self._upload(checkpoint_id, waiting, ready, adopt, lambda: None)
         if not is_ready or self._is_settled(checkpoint_id, waiting):
             return
         waiting.asked += 1
@@ -333,23 +360,48 @@ class UnpublishedShards:
         checkpoint_id: str,
         waiting: _Waiting,
         ready: set[str],
-        uploaded: Callable[[int], None],
+        uploaded: Callable[[], None],
+        check: Callable[[], None],
     ) -> None:
-        """Upload what is not there yet of what is ready."""
-        todo = sorted(ready - waiting.sent)
+        """Upload what is not there yet of what is ready, and may leave without a manifest.
+
+        Args:
+            checkpoint_id: The id.
+            waiting: Its shard files.
+            ready: Those that may go now.
+            uploaded: Called after each pack.
+            check: Called again and again while bytes leave, by several threads; ends the upload by
+                raising.
+        """
+        headers, is_mine = waiting.headers, self._residency.is_mine
+        todo = sorted(name for name in ready - waiting.sent if is_mine(headers[name].policy_sha256))
         if not todo:
             return
-        # No manifest says yet under which policy they were saved: what is in force here does.
-        self._residency.admit(policy_in_force(self._local))
         rows = [shard_headers.row(self._local, checkpoint_id, name) for name in todo]
-        # Whether these are wanted is not known before their manifest is: so nothing is checked.
-        self._lanes.run(
-            checkpoint_id,
-            " ".join(todo),
-            lambda moved: self._own_packs.upload(checkpoint_id, rows, uploaded, moved),
-        )
+
+        def upload(moved: Callable[[], None]) -> None:
+            def both() -> None:
+                moved()
+                check()
+
+            self._own_packs.upload(checkpoint_id, rows, lambda _: uploaded(), both)
+
+        self._lanes.run(checkpoint_id, " ".join(todo), upload)
         waiting.sent.update(todo)
         self._went_well(checkpoint_id, waiting)
+
+    def _adopting(self, checkpoint_id: str, waiting: _Waiting) -> Callable[[], None]:
+        """Return what publishes a manifest here that has come to the durable tier meanwhile.
+
+        `wait("local")` on this node is not to last as long as an upload.
+        """
+
+        def look() -> None:
+            if time.monotonic() - waiting.looked_at >= _LOOK_S:
+                waiting.looked_at = time.monotonic()
+                self._adopt_manifest(checkpoint_id, waiting)
+
+        return look
 
     def _went_well(self, checkpoint_id: str, waiting: _Waiting) -> None:
         """Forget the error of the try before, if it had one."""

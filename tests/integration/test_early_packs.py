@@ -1,11 +1,13 @@
 """Shard files that leave while slower ranks are still writing theirs."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +23,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from dcp_tiered import IncompleteError, TieredReader, TieredWriter, UnavailableError
 from dcp_tiered.format import layout
 from dcp_tiered.policy.residency_schema import parse
-from dcp_tiered.services import residency_note
+from dcp_tiered.services import file_locks, residency_note
 from dcp_tiered.services.residency import PolicyCheck
 from dcp_tiered.services.save_mark import SaveMark, saving_since
 from dcp_tiered.tiers.posix import PosixTier
@@ -361,38 +363,98 @@ def test_a_mark_ends_although_a_child_was_forked_meanwhile(tier: PosixTier) -> N
         os.waitpid(pid, 0)
 
 
-def test_of_two_saves_of_an_id_the_second_has_no_mark(tier: PosixTier) -> None:
-    first, second = SaveMark(tier, "step-1"), SaveMark(tier, "step-1")
-    second.release()
-    assert saving_since(tier, "step-1") is not None
+def test_of_two_saves_of_an_id_the_later_one_counts(tier: PosixTier) -> None:
+    first = SaveMark(tier, "step-1")
+    earlier = saving_since(tier, "step-1")
+    assert earlier is not None
+    time.sleep(0.02)
+    second = SaveMark(tier, "step-1")
+    later = saving_since(tier, "step-1")
+    assert later is not None
+    assert later > earlier
     first.release()
+    assert saving_since(tier, "step-1") == later
+    second.release()
+    assert saving_since(tier, "step-1") is None
+
+
+def hold_mark_beyond(root: Path) -> None:
+    """Die with a mark whose descriptor a child still has."""
+    mark = SaveMark(PosixTier(root, root, "local"), "step-1")
+    if pid := os.fork():
+        (root / "child").write_text(str(pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+    mark.release()
+
+
+def test_a_child_that_outlives_a_save_does_not_stand_for_the_next_one(tier: PosixTier) -> None:
+    process, _ = workers.start(hold_mark_beyond, tier.root)
+    process.join()
+    pid = int((tier.root / "child").read_text())
+    try:
+        before = saving_since(tier, "step-1")
+        assert before is not None, "nobody can tell"
+        time.sleep(0.02)
+        mark = SaveMark(tier, "step-1")
+        after = saving_since(tier, "step-1")
+        assert after is not None
+        assert after > before, "what the dead save left is none of the new one's"
+        mark.release()
+        assert saving_since(tier, "step-1") is None
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_marks_keep_no_descriptors(tier: PosixTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def refuse(_: int) -> bool:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    before = count()
+    for _ in range(20):
+        SaveMark(tier, "step-1").release()
+        SaveMark(tier, "step-1")
+    assert count() == before
+    monkeypatch.setattr(file_locks, "try_lock", refuse)
+    for _ in range(20):
+        SaveMark(tier, "step-1")
+    assert count() == before
     assert saving_since(tier, "step-1") is None
 
 
 # ---------------------------------------------------------------- residency
 
 
-@pytest.mark.parametrize("noted", ["another", "the same", "replaced by it"])
-def test_nothing_leaves_under_another_policy_than_it_is_saved_under(
-    noted: str, tmp_path: Path
+@pytest.mark.parametrize("sealed_under", ["another", "the same", "replaced by it", "none"])
+def test_nothing_leaves_early_under_another_policy_than_it_was_sealed_under(
+    sealed_under: str, tmp_path: Path
 ) -> None:
-    """Before the publish no manifest names the policy; what is in force on the node does."""
+    """Ranks may not have agreed on one yet; the policy before this one may forbid the target."""
     mine, other = (
         parse({"allow": [{"provider": "posix", "site_id": site}]}) for site in ("fra", "iad")
     )
-    nodes = make_nodes(2, tmp_path, tmp_path / "durable", replace(QUICK, linger_s=0.0))
-    node = nodes[1]
-    residency_note.note_policy(node.local, other if noted != "the same" else mine)
-    if noted == "replaced by it":
-        residency_note.note_policy(node.local, mine)
-    check = PolicyCheck(mine, lambda: pytest.fail("not looked at"))
-    node.flusher._unpublished._residency = check
-    node.seal("step-1", 2, "00" * 8)
+    node = make_nodes(2, tmp_path, tmp_path / "durable", replace(QUICK, linger_s=0.0))[1]
+    if sealed_under == "replaced by it":
+        residency_note.note_policy(node.local, other)
+    residency_note.note_policy(node.local, mine)
+    known = residency_note.known_policies(node.local)
+    check = PolicyCheck(mine, lambda: pytest.fail("not looked at"), earlier=known)
+    node.restart(check)
+    under = {"the same": mine.sha256, "none": None}.get(sealed_under, other.sha256)
+    node.seal("step-1", 2, "00" * 8, policy_sha256=under)
     node.flusher.step()
-    found = list((tmp_path / "durable").rglob("*.pack"))
-    if noted == "another":
-        assert found == []
-        (error,) = node.flusher.failures().values()
-        assert "saved under residency policy" in error.message
-    else:
-        assert len(found) == 1
+    left = list((tmp_path / "durable").rglob("*.pack"))
+    assert len(left) == (sealed_under in ("the same", "none"))
+
+
+@pytest.mark.parametrize("is_none", [True, False])
+def test_a_flusher_without_a_policy_sends_what_was_sealed_without_one(
+    is_none: bool, tmp_path: Path
+) -> None:
+    node = make_nodes(2, tmp_path, tmp_path / "durable", replace(QUICK, linger_s=0.0))[1]
+    node.seal("step-1", 2, "00" * 8, policy_sha256=None if is_none else "ab" * 32)
+    node.flusher.step()
+    assert len(list((tmp_path / "durable").rglob("*.pack"))) == is_none

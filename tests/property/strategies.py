@@ -76,6 +76,7 @@ def headers(draw: Callable) -> Header:
         node=draw(NODES),
         token=draw(TOKENS),
         written_by=draw(st.text(max_size=40)),
+        policy_sha256=draw(st.none() | st.text("0123456789abcdef", min_size=64, max_size=64)),
     )
 
 

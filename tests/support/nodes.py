@@ -13,6 +13,7 @@ from dcp_tiered.format.manifest import Chunk, Entry, Head, Manifest, ShardRef
 from dcp_tiered.format.shardfile import Header
 from dcp_tiered.services.catalog import Catalog, Published
 from dcp_tiered.services.flusher import Flusher
+from dcp_tiered.services.residency import Guard
 from dcp_tiered.tiers.posix import PosixTier
 from tests.property.strategies import Thing, shard_bytes
 from tests.support.tiers import mounted_tier
@@ -95,7 +96,7 @@ class Node:
     def __post_init__(self) -> None:
         self.restart()
 
-    def restart(self) -> None:
+    def restart(self, residency: Guard | None = None) -> None:
         """Begin with another flusher, which knows nothing of what the one before it did."""
         self.flusher = Flusher(
             self.local,
@@ -103,9 +104,12 @@ class Node:
             self.node,
             self.limits,
             lambda: False,
+            residency,
         )
 
-    def seal(self, checkpoint_id: str, world_size: int, token: str) -> None:
+    def seal(
+        self, checkpoint_id: str, world_size: int, token: str, policy_sha256: str | None = None
+    ) -> None:
         """Write this rank's shard file."""
         header = Header(
             checkpoint_id=checkpoint_id,
@@ -115,6 +119,7 @@ class Node:
             node=self.node,
             token=token,
             written_by="test",
+            policy_sha256=policy_sha256,
         )
         made = shard_bytes(header, [Thing(f"w{self.rank}", None, (), (), (), b"bytes" * 10)])
         name = layout.shard_name(self.rank, token)

@@ -137,7 +137,7 @@ CHECKS: dict[str, tuple[int, list[Callable[[Answer], None]]]] = {
     "load_vs_line_rate": (2, [check_load]),
     "memory": (3, [check_memory]),
     "flush_vs_clients": (2, [check_flush]),
-    "time_to_durable": (1, [check_time]),
+    "time_to_durable": (2, [check_time]),
     "objects_per_checkpoint": (2, [check_objects]),
     "compression": (9, [check_compression]),
 }
