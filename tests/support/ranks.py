@@ -13,9 +13,10 @@ import queue
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ _FORK.set_forkserver_preload(
     ]
 )
 _SHARED_MAX = 4
+_LOOK_S = 0.5
 _AFTER_FAILURE_S = 15
 """How long the other ranks get once one has failed: they may wait for it in a collective."""
 
@@ -57,7 +59,7 @@ def run_ranks(
     for process in processes:
         process.start()
     try:
-        return _collect(results, world_size, timeout_s)
+        return _collect(results, processes, timeout_s)
     finally:
         for process in processes:
             process.join(5)
@@ -100,7 +102,7 @@ class _Pool:
         port = _free_port()
         for rank, jobs in zip(range(world_size), self._jobs, strict=False):
             jobs.put((rank, world_size, port, timeout_s, work, args))
-        return _collect(self._results, world_size, timeout_s)
+        return _collect(self._results, self._processes[:world_size], timeout_s)
 
     def close(self) -> None:
         for process in self._processes:
@@ -108,14 +110,20 @@ class _Pool:
             process.join()
 
 
-def _collect(results: Any, world_size: int, timeout_s: float) -> list[Any]:
+def _collect(results: Any, processes: Sequence[BaseProcess], timeout_s: float) -> list[Any]:
+    """Return what ranks answer; one that has died answers no more."""
+    world_size = len(processes)
     answers: dict[int, tuple[bool, Any]] = {}
     deadline = time.monotonic() + timeout_s
     while len(answers) < world_size:
+        missing = [process for rank, process in enumerate(processes) if rank not in answers]
+        are_dead = not any(process.is_alive() for process in missing)
         try:
-            rank, ok, value = results.get(timeout=max(0.0, deadline - time.monotonic()))
+            rank, ok, value = results.get(timeout=_LOOK_S)
         except queue.Empty:
-            break
+            if are_dead or time.monotonic() >= deadline:
+                break
+            continue
         answers[rank] = (ok, value)
         if not ok:
             deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_S)
