@@ -7,9 +7,6 @@ the bytes fill, manifest and record. Stock DCP leaves a file per rank and one fo
 more where it writes by several threads.
 """
 
-import multiprocessing
-import os
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from benchmarks import harness
+from benchmarks import harness, ranks
 from benchmarks.flush_vs_clients import seaweed
 from benchmarks.harness import Answer, Options
 from benchmarks.time_to_durable import OursOnS3
@@ -80,16 +77,12 @@ def _answer(metric: str, unit: str, size: int, seen: list[float], target: float)
 
 def _objects(ours: OursOnS3, checkpoint_id: str, rank_bytes: int) -> float:
     """Save on all ranks, and return how many objects that has left."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.checkpoint", "dcp_tiered.writer"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = (port, ours.arguments, checkpoint_id, rank_bytes)
-    ranks = [context.Process(target=_rank, args=(rank, *job)) for rank in range(RANKS)]
-    for process in ranks:
+    context = ranks.context()
+    job = (ranks.free_port(), ours.arguments, checkpoint_id, rank_bytes)
+    processes = [context.Process(target=_rank, args=(rank, *job)) for rank in range(RANKS)]
+    for process in processes:
         process.start()
-    for process in ranks:
+    for process in processes:
         process.join(_SAVE_S_MAX)
         process.kill()
         assert process.exitcode == 0, "a rank failed"
@@ -99,11 +92,7 @@ def _objects(ours: OursOnS3, checkpoint_id: str, rank_bytes: int) -> float:
 def _rank(
     rank: int, port: int, arguments: Mapping[str, Any], checkpoint_id: str, size: int
 ) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    ranks.join(rank, RANKS, port)
     state = {f"rank-{rank}": torch.empty(size, dtype=torch.uint8).random_()}
     with TieredWriter(**arguments) as writer:
         dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=writer)

@@ -13,9 +13,7 @@ upload's time is over: long enough for the first one's half to be uploaded. 1 wo
 overlap of that; what begins with the end of the save takes 1.5.
 """
 
-import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -25,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from benchmarks import harness
+from benchmarks import harness, ranks
 from benchmarks.backends import Ours
 from benchmarks.flush_vs_clients import Target, Uploader, ours, seaweed
 from benchmarks.harness import Answer, Options, Sample
@@ -113,11 +110,7 @@ class UnevenRanks:
     """
 
     def __init__(self, arguments: Mapping[str, Any], size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.checkpoint", "dcp_tiered.writer"])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        context, port = ranks.context(), ranks.free_port()
         self._pipes, self._processes = [], []
         for rank in range(_RANKS):
             ours, theirs = context.Pipe()
@@ -146,11 +139,7 @@ class UnevenRanks:
 
 
 def _rank(rank: int, port: int, arguments: dict[str, Any], size: int, pipe: Connection) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(_RANKS)}
-    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(_RANKS)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=_RANKS)
+    ranks.join(rank, _RANKS, port)
     state = {f"rank-{rank}": torch.empty(size, dtype=torch.uint8).random_()}
     with TieredWriter(**arguments) as writer:
         while True:
@@ -181,7 +170,7 @@ def run(options: Options) -> list[Answer]:
         uploader = Uploader(ours, Target(server.storage_options(), shard), server)
         uneven = OursOnS3(options.directory / "uneven", server)
         limits = replace(uneven.arguments["limits"], pack_bytes_target=options.bytes // 4)
-        ranks = UnevenRanks({**uneven.arguments, "limits": limits}, options.bytes)
+        two = UnevenRanks({**uneven.arguments, "limits": limits}, options.bytes)
         last = Sample()
 
         def local() -> Sample:
@@ -209,7 +198,7 @@ def run(options: Options) -> list[Answer]:
         def two_ranks() -> Sample:
             _rest()
             with harness.clock() as sample:
-                ranks.save(uneven.next_id(), last.seconds / 2)
+                two.save(uneven.next_id(), last.seconds / 2)
                 uneven.await_durable()
             uneven.remove()
             return sample
@@ -217,7 +206,7 @@ def run(options: Options) -> list[Answer]:
         steps = {"local": local, "durable": durable, "two_ranks": two_ranks}
         measured = harness.interleave(upload, steps, options.pairs)
         uploader.close()
-        ranks.close()
+        two.close()
         for backend in (alone, kept, flushed, uneven):
             backend.close()
     locals_s = [pair.sample.seconds for pair in measured["local"]]

@@ -28,6 +28,7 @@ from dcp_tiered.services.residency import PolicyCheck
 from dcp_tiered.services.save_mark import SaveMark, saving_since
 from dcp_tiered.tiers.posix import PosixTier
 from tests.conftest import QUICK, Run, end_flushers, flusher_pids
+from tests.format_compat import own_decoder
 from tests.integration.test_cli import credentials
 from tests.support import runs, workers
 from tests.support.nodes import make_nodes
@@ -458,3 +459,16 @@ def test_a_flusher_without_a_policy_sends_what_was_sealed_without_one(
     node.seal("step-1", 2, "00" * 8, policy_sha256=None if is_none else "ab" * 32)
     node.flusher.step()
     assert len(list((tmp_path / "durable").rglob("*.pack"))) == is_none
+
+
+def test_a_shard_file_says_under_which_policy_it_was_sealed(posix_run: Run) -> None:
+    policy = {"allow": [{"provider": "posix", "site_id": "fra"}]}
+    runs.save(posix_run.arguments(), "with", 1, residency=policy)
+    (shard,) = runs.shards(posix_run, "with")
+    header, _ = own_decoder.shard_file(shard.read_bytes())
+    manifest = published(runs.run_path(posix_run))["with"]
+    assert header["policy_sha256"] == manifest["policy_sha256"] == parse(policy).sha256
+    runs.save(posix_run.arguments(), "without", 2)
+    (shard,) = runs.shards(posix_run, "without")
+    header, _ = own_decoder.shard_file(shard.read_bytes())
+    assert "policy_sha256" not in header
