@@ -19,6 +19,8 @@ class ObjectInfo:
     """Bytes."""
     crc32c: int | None = None
     """Checksum of the whole object that the store computed itself, None where it keeps none."""
+    is_as_asked: bool = True
+    """False: it is not stored as the options ask, such as without encryption."""
 
 
 class Source(Protocol):

@@ -12,7 +12,6 @@ import os
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -183,9 +182,7 @@ class TieredWriter(StorageWriter, AsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what belongs to one save or one process."""
-        mine = dict.fromkeys(
-            ("_thread", "_marks", "_staging", "_shards", "_stack", "_space", "_question")
-        )
+        mine = dict.fromkeys(("_thread", "_staging", "_shards", "_stack", "_space", "_question"))
         return {**self.__dict__, **mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -195,7 +192,6 @@ class TieredWriter(StorageWriter, AsyncStager):
     def _start(self) -> None:
         """Make what belongs to one process."""
         self._thread = _ThreadState()
-        self._marks: weakref.WeakSet[SaveMark] = weakref.WeakSet()
         self._stack = stack.build(self._settings)
         store_check_s = self._settings.limits.store_check_s
         quick = Limits(request_timeout_s=store_check_s, request_retry_s=0.0)
@@ -246,8 +242,7 @@ class TieredWriter(StorageWriter, AsyncStager):
         """Begin a save: take the id that `reset` stored, once."""
         del args
         state = self._thread
-        if state.save is not None:
-            state.save.end()  # it may have failed on another rank
+        self._end_save()
         requested, state.requested, state.save = state.requested, None, None
         if kwargs.get("use_collectives") is False:
             raise InvalidError(
@@ -329,7 +324,6 @@ class TieredWriter(StorageWriter, AsyncStager):
             self._make_room(save)
         if self._stack.durable is not None and save.world_size > 1:
             save.mark = SaveMark(self._stack.need_local(), save.checkpoint_id)
-            self._marks.add(save.mark)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -435,8 +429,7 @@ class TieredWriter(StorageWriter, AsyncStager):
 
     def close(self) -> None:
         """Give connections and buffers back. The flusher goes on by itself."""
-        for mark in list(self._marks):  # of saves in other threads too
-            mark.release()
+        self._end_save()
         self._staging.close()
         self._make_buffers()
         self._stack.close()
@@ -448,6 +441,11 @@ class TieredWriter(StorageWriter, AsyncStager):
         self.close()
 
     # How.
+
+    def _end_save(self) -> None:
+        """End the last save of this thread: it may have failed on another rank."""
+        if self._thread.save is not None:
+            self._thread.save.end()
 
     def _write(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         self._stack.note_policy()

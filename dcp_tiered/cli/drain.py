@@ -19,6 +19,7 @@ from dcp_tiered.services import identity, progress
 from dcp_tiered.services.drain import Drained, drain
 from dcp_tiered.services.launcher import Order
 from dcp_tiered.services.lock import FlusherLock
+from dcp_tiered.services.save_mark import is_saving
 from dcp_tiered.tiers.posix import PosixTier
 
 _STAYS = 4
@@ -66,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("dcp_tiered").addHandler(logging.NullHandler())
     begun = time.monotonic()
     code, workers = 0, []
-    for tier, order in list(local_runs.orders(arguments)):
+    # A save that goes on is waited for, which must not take the time of other runs.
+    for tier, order in sorted(local_runs.orders(arguments), key=lambda run: is_saving(run[0])):
         if order is None:
             print(f"{tier.root.name}: local only, nothing to drain")
             continue

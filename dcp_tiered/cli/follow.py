@@ -16,6 +16,7 @@ from dcp_tiered.services.launcher import Order, Stopped
 from dcp_tiered.services.lock import FlusherLock
 from dcp_tiered.services.metrics_file import MetricsFile
 from dcp_tiered.services.outgoing import Outgoing
+from dcp_tiered.services.save_mark import is_saving
 from dcp_tiered.tiers.posix import PosixTier
 
 _LOOK_S = 2.0
@@ -113,7 +114,8 @@ def _finish(
     drained: set[str] = set()
     while True:
         _take_up(arguments, runs, ending)
-        for path in runs.keys() - drained:
+        # A save that goes on is waited for, which must not take the time of other runs.
+        for path in sorted(runs.keys() - drained, key=lambda path: is_saving(runs[path].tier)):
             _drain(runs[path], ending)
             drained.add(path)
         left = [path for path, tier in _tiers(arguments) if local_runs.open_lines(tier)]

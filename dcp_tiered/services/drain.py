@@ -53,9 +53,10 @@ def drain(
     # A save that goes on may yet end in time.
     while not stop() and (flusher.step(ranked) or flusher.unpublished_ids()):
         failures = flusher.failures()
-        if failures and all(
+        is_hopeless = failures and all(
             isinstance(exc, (TooLateError, *HOPELESS)) for exc in failures.values()
-        ):
+        )
+        if is_hopeless and not flusher.unpublished_ids() - failures.keys():
             break
         time.sleep(poll_s)
     not_begun = TooLateError("not begun: the time is over", "durable", None, STAYS_HINT)

@@ -260,7 +260,7 @@ class Flusher:
         """Return what is published here and not durable, without asking the store; oldest first."""
         return self._work()
 
-    def unpublished_ids(self) -> list[str]:
+    def unpublished_ids(self) -> set[str]:
         """Return ids of which shard files without a manifest wait here, as of the last step."""
         return self._unpublished.ids()
 

@@ -103,6 +103,7 @@ class Lanes:
         part: str,
         work: Callable[[Callable[[], None]], T],
         is_late: Callable[[], bool] = never_late,
+        until: Callable[[], bool] = never_late,
     ) -> T:
         """Return what an upload returns, or raise what it raises, when it has ended.
 
@@ -112,6 +113,7 @@ class Lanes:
                 another one begins when that has ended.
             work: The upload; calls what it is given whenever bytes move.
             is_late: Asked while waiting; True leaves the upload alone.
+            until: The same, where nothing is wrong with it.
 
         Raises:
             HeldUpError: It goes on; or it waits for one of four that do.
@@ -121,17 +123,24 @@ class Lanes:
             self._await(other, is_late)  # its result is of no use to this one
         if key not in self._lanes:
             self._begin(key, work)
-        lane = self._await(key, is_late)
+        lane = self._await(key, is_late, until)
         if lane.error is not None:
             raise lane.error
         return cast("T", lane.result)
 
-    def _await(self, key: tuple[str, str], is_late: Callable[[], bool]) -> _Lane:
+    def _await(
+        self,
+        key: tuple[str, str],
+        is_late: Callable[[], bool],
+        until: Callable[[], bool] = never_late,
+    ) -> _Lane:
         """Return a lane that has ended, which is none of ours then."""
         lane = self._lanes[key]
         while not lane.ended.wait(self._look_s(lane)):
             if self._is_held_up(lane, is_late) or self._is_over():
                 raise self._leave(key[0], lane)
+            if until():
+                raise HeldUpError("upload goes on, and is waited for elsewhere", "durable", key[0])
         return self._lanes.pop(key)
 
     def _begin(self, key: tuple[str, str], work: Callable[[Callable[[], None]], Any]) -> None:

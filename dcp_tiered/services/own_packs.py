@@ -85,6 +85,11 @@ class OwnPacks:
             uploaded(done)
         return packs
 
+    def is_before_us(self, checkpoint_id: str, names: Collection[str]) -> bool:
+        """Tell whether a flusher before this one may have uploaded some of these shard files."""
+        sealed = (shard_headers.sealed_at(self._local, checkpoint_id, name) for name in names)
+        return min(sealed, default=self._begun_ns) < self._begun_ns
+
     def tidy(self, checkpoint_id: str, names: Collection[str]) -> None:
         """Drop what a flusher before this one had begun to upload, when first asked for an id.
 
@@ -96,9 +101,7 @@ class OwnPacks:
             checkpoint_id: The id.
             names: Its shard files.
         """
-        sealed = (shard_headers.sealed_at(self._local, checkpoint_id, name) for name in names)
-        is_older = min(sealed, default=self._begun_ns) < self._begun_ns
-        if not is_older or checkpoint_id in self._tidied:
+        if not self.is_before_us(checkpoint_id, names) or checkpoint_id in self._tidied:
             return
         with run_directory.no_save_uploads(self._local) as alone:
             if alone:
@@ -115,10 +118,11 @@ class OwnPacks:
         they may have been grouped otherwise are the packs listed: a thousand nodes that did so for
         every checkpoint would list a million names.
         """
-        if all(is_alone(row[1], self._target()) for row in rows):
-            return {}
-        if not self._may_be_grouped_otherwise(checkpoint_id, {row[0] for row in rows}):
-            return {}
+        names = {row[0] for row in rows}
+        if not self.is_before_us(checkpoint_id, names):  # else perhaps by one with another target
+            are_alone = all(is_alone(row[1], self._target()) for row in rows)
+            if are_alone or not self._may_be_grouped_otherwise(checkpoint_id, names):
+                return {}
         found: dict[str, Pack] = {}
         self._packs.find(checkpoint_id, found, self._node)
         wanted = set(rows)
@@ -129,7 +133,7 @@ class OwnPacks:
         }
 
     def _may_be_grouped_otherwise(self, checkpoint_id: str, names: set[str]) -> bool:
-        """Tell whether these files may not have come to the flusher all at once and alone."""
+        """Tell whether these files may not have come to this flusher all at once and alone."""
         loose = sorted(names | self._catalog.unnamed(checkpoint_id))
         headers = [shard_headers.header(self._local, checkpoint_id, name) for name in loose]
         if len({header.rank for header in headers}) < len(headers):

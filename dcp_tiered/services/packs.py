@@ -101,6 +101,8 @@ class PackStore:
         """Tell whether what the store says of an object makes it a verified pack."""
         if info.length != pack.length or info.crc32c not in (None, pack.crc32c):
             return False
+        if not info.is_as_asked:
+            return False
         if info.crc32c is not None:
             return True
         ok = self.durable.get(layout.key(checkpoint_id, layout.ok_name(pack.name)), _OK_BYTES_MAX)

@@ -76,5 +76,11 @@ def saving_since(local: LocalTier, checkpoint_id: str) -> int | None:
         os.close(fd)
 
 
+def is_saving(local: LocalTier) -> bool:
+    """Tell whether a save of any id goes on in a run's directory, as far as marks say."""
+    ids = filter(layout.is_checkpoint_id, local.list_directories())
+    return any(saving_since(local, checkpoint_id) is not None for checkpoint_id in ids)
+
+
 def _path(local: LocalTier, checkpoint_id: str) -> Path:
     return local.root / layout.key(checkpoint_id, layout.SAVING_NAME)

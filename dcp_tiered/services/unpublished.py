@@ -24,7 +24,7 @@ from dcp_tiered.format.records import Commit, Record, expired_commits, state_of
 from dcp_tiered.format.shardfile import Header
 from dcp_tiered.interfaces import LocalTier
 from dcp_tiered.policy.packing import is_alone
-from dcp_tiered.services import shard_headers
+from dcp_tiered.services import shard_headers, superseded_notes
 from dcp_tiered.services.catalog import Catalog
 from dcp_tiered.services.lanes import HeldUpError, Lanes, UnwantedError
 from dcp_tiered.services.local_changes import LocalChanges
@@ -99,7 +99,6 @@ class UnpublishedShards:
         self._reports = reports
         self._residency = residency
         self._wanted = wanted
-        self._begun_ns = time.time_ns()
         self._changes = LocalChanges(local)
         self._waiting: dict[str, _Waiting] = {}
         self._ended: dict[str, _Waiting] = {}
@@ -110,9 +109,9 @@ class UnpublishedShards:
         self._look()
         return any(not waiting.is_idle for waiting in self._waiting.values())
 
-    def ids(self) -> list[str]:
+    def ids(self) -> set[str]:
         """Return what waits here, as of the last look."""
-        return list(self._waiting)
+        return set(self._waiting)
 
     def failures(self) -> dict[str, TieredError]:
         """Return the error of the last try of every id whose shard files are not durable."""
@@ -236,15 +235,23 @@ class UnpublishedShards:
             return  # its manifest comes any moment
         try:
             ready = mine if lingered else self._large(waiting, mine)
-            check = self._until_it_dies(checkpoint_id, frozenset(mine))
+            check = self._until_it_dies(checkpoint_id, frozenset(mine), since)
             self._upload(checkpoint_id, waiting, ready, check, check)
         except UnwantedError:
             self._end_dead(checkpoint_id, waiting)
         else:
             waiting.is_idle = lingered
 
-    def _until_it_dies(self, checkpoint_id: str, names: frozenset[str]) -> Callable[[], None]:
-        """Return what ends an upload by raising when nobody will publish what it uploads."""
+    def _until_it_dies(
+        self, checkpoint_id: str, names: frozenset[str], since: int
+    ) -> Callable[[], None]:
+        """Return what ends an upload by raising when nobody wants what it uploads any more.
+
+        Args:
+            checkpoint_id: The id.
+            names: The shard files.
+            since: When their save began, see `saving_since`.
+        """
         looked_at = time.monotonic()
 
         def check() -> None:
@@ -253,10 +260,15 @@ class UnpublishedShards:
                 return
             looked_at = time.monotonic()
             # Asked in this order: a save has published before it is over.
-            if saving_since(self._local, checkpoint_id) is None and names & self._catalog.unnamed(
-                checkpoint_id
-            ):
+            if saving_since(self._local, checkpoint_id) == since:
+                return
+            if names & self._catalog.unnamed(checkpoint_id):
                 raise UnwantedError("its save is over without a manifest", "local", checkpoint_id)
+            published = self._catalog.published(checkpoint_id)
+            if published is not None and superseded_notes.is_given_up(
+                self._local, checkpoint_id, published.head.attempt
+            ):
+                raise UnwantedError("its flush was given up", "local", checkpoint_id)
 
         return check
 
@@ -273,9 +285,8 @@ class UnpublishedShards:
         is_ready = self._is_ready(waiting)
         ready = set(waiting.names) if is_ready else self._large(waiting, waiting.names)
         if ready - waiting.sent:
-            if self._is_before_us(checkpoint_id, waiting) and self._is_decided(
-                checkpoint_id, waiting
-            ):
+            is_before_us = self._own_packs.is_before_us(checkpoint_id, waiting.names)
+            if is_before_us and self._is_decided(checkpoint_id, waiting):
                 return  # committed, and perhaps removed, while no flusher ran here
             adopt = self._adopting(checkpoint_id, waiting)
             # Whether these are wanted is not known before their manifest is: nothing is checked.
@@ -346,11 +357,6 @@ class UnpublishedShards:
     def _sealed_at(self, checkpoint_id: str, name: str) -> int:
         return shard_headers.sealed_at(self._local, checkpoint_id, name)
 
-    def _is_before_us(self, checkpoint_id: str, waiting: _Waiting) -> bool:
-        """Tell whether a flusher before this one may have uploaded some of these shard files."""
-        sealed = (self._sealed_at(checkpoint_id, name) for name in waiting.names)
-        return min(sealed, default=self._begun_ns) < self._begun_ns
-
     def _is_ready(self, waiting: _Waiting) -> bool:
         complete = shard_headers.all_ranks_are_here(list(waiting.headers.values()))
         return complete or time.monotonic() - waiting.since >= self._limits.linger_s
@@ -386,7 +392,11 @@ class UnpublishedShards:
 
             self._own_packs.upload(checkpoint_id, rows, lambda _: uploaded(), both)
 
-        self._lanes.run(checkpoint_id, " ".join(todo), upload)
+        def is_published() -> bool:
+            # From then on the flusher knows whether it is late, or not wanted any more.
+            return self._catalog.unnamed(checkpoint_id).isdisjoint(todo)
+
+        self._lanes.run(checkpoint_id, " ".join(todo), upload, until=is_published)
         waiting.sent.update(todo)
         self._went_well(checkpoint_id, waiting)
 

@@ -202,7 +202,12 @@ class S3Tier:
             if not self._bucket_answers:
                 next(self._pages(Prefix=f"{self._prefix}/", MaxKeys=1))
             raise
-        return ObjectInfo(key=key, length=int(reply["ContentLength"]), crc32c=_whole_crc(reply))
+        return ObjectInfo(
+            key=key,
+            length=int(reply["ContentLength"]),
+            crc32c=_whole_crc(reply),
+            is_as_asked=self._requests.parameters.unencrypted(reply) is None,
+        )
 
     def list_keys(self, prefix: str) -> Iterator[str]:
         """Yield every key below a directory; see `Tier.list_keys`."""
@@ -268,7 +273,15 @@ class S3Tier:
             return None
 
     def _ours(self, found: ObjectInfo, source: Source) -> ObjectInfo:
-        """Return what is there if it is the source; see `need_ours`."""
+        """Return what is there if it is the source, and stored as asked; see `need_ours`."""
+        if not found.is_as_asked:
+            where = self._where(found.key)
+            raise InvalidError(
+                "object is there already, and not encrypted as the options ask",
+                self.name,
+                where,
+                f"Remove {where}; it is uploaded again.",
+            )
         return need_ours(self, found, source, self._where(found.key))
 
     def _put_whole(

@@ -182,23 +182,6 @@ def test_a_coordinator_that_fails_says_so(posix_run: Run, tmp_path: Path) -> Non
     share_ranks(2, fail_on_the_coordinator, posix_run.arguments(), str(go))
 
 
-def fail_in_another_thread(rank: int, arguments: dict[str, Any], go: str) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        writer = TieredWriter(**arguments)
-        planner = Held(Path(go)) if rank else DefaultSavePlanner()
-        options = {"checkpoint_id": "step-1", "storage_writer": writer, "planner": planner}
-        pool.submit(runs.error_of, dcp.save, state_of(rank, LARGE), **options).result()
-        writer.close()
-        if rank == 0:
-            assert marks(arguments) == []
-
-
-def test_closing_a_writer_ends_the_saves_of_other_threads(posix_run: Run, tmp_path: Path) -> None:
-    go = tmp_path / "go"
-    go.write_text("fail")
-    share_ranks(2, fail_in_another_thread, posix_run.arguments(), str(go))
-
-
 class SealingTier(CountingTier):
     """A tier on which the first upload lasts a while, in which something else happens."""
 
