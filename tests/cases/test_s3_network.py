@@ -24,7 +24,10 @@ from dcp_tiered.errors import (
     TieredError,
     UnavailableError,
 )
+from dcp_tiered.format.pack import plan_pack
 from dcp_tiered.interfaces import ObjectInfo
+from dcp_tiered.services.packs import PackStore
+from dcp_tiered.tiers.posix import PosixTier
 from dcp_tiered.tiers.s3 import S3Tier
 from examples.seaweed import SeaweedS3
 from tests.conftest import Run
@@ -939,6 +942,27 @@ def test_a_store_that_ignores_the_encryption_of_parts_gets_one_object(bench: Ben
     assert len(bench.proxy.seen("UploadPart")) == sent
     assert bench.proxy.seen("PutObject") == []
     assert bench.open_uploads() == []
+
+
+def test_what_was_stored_without_encryption_is_no_verified_pack(
+    bench: Bench, client: Any, tmp_path: Path
+) -> None:
+    """Nor does an upload take it for its own: it was sent before the options asked, say."""
+    pack = plan_pack("a", "0" * 12, [(f"0-{'0' * 16}.shard", len(LARGE), crc32c(LARGE))], "test")
+    data = LARGE + bytes(pack.length - len(LARGE) - len(pack.tail)) + pack.tail
+    key, local = f"a/{pack.name}", PosixTier(tmp_path, tmp_path, "local")
+    bench.tier().upload(key, BytesSource(data))
+    found = client.head_object(Bucket=bench.bucket, Key=f"{bench.root}/{key}")
+    assert "ServerSideEncryption" not in found
+    tier = bench.tier(s3_additional_kwargs={"ServerSideEncryption": "AES256"})
+    tier.put("a.json", b"{}")
+    assert PackStore(local, bench.tier()).is_verified("a", pack)
+    assert not PackStore(local, tier).is_verified("a", pack)
+    assert PackStore(local, tier).verified("a", pack.name) is None
+    with pytest.raises(InvalidError, match="not encrypted as the options ask") as raised:
+        tier.upload(key, BytesSource(data))
+    assert "Remove s3://" in str(raised.value.hint)
+    assert tier.head("a.json").is_as_asked
 
 
 def test_who_has_seen_the_encryption_asks_no_more(bench: Bench, client: Any) -> None:
