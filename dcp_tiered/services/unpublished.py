@@ -36,7 +36,7 @@ from dcp_tiered.services.save_mark import saving_since
 _log = logging.getLogger(__name__)
 _ASK_S_MAX = 15.0
 _LOOK_S = 1.0
-"""How often the manifest is looked for while packs are uploaded, at most."""
+"""How often it is looked, while packs are uploaded, whether they are wanted, and for a manifest."""
 _BAD_TRIES_MAX = 3
 
 
@@ -205,7 +205,8 @@ class UnpublishedShards:
             if not names or (ended is not None and names == ended.names):
                 self._waiting.pop(checkpoint_id, None)
             elif known is None or known.names != names:
-                if known is not None and not known.names <= names:
+                # What a manifest names by now goes on: the flusher waits for it.
+                if known is not None and known.names - set(self._catalog.sealed(checkpoint_id)):
                     self._lanes.abandon(checkpoint_id)
                 self._waiting[checkpoint_id] = _renewed(known, names)
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ from tests.integration.test_early_packs import (
 )
 from tests.integration.test_early_packs_of_dead_saves import HUGE, SLOW, beside, marks
 from tests.support import runs
-from tests.support.ranks import share_ranks
-from tests.support.storage_check import Eyes
+from tests.support.ranks import run_ranks, share_ranks
+from tests.support.storage_check import Eyes, published
 from tests.support.workers import await_that
 
 pytestmark = pytest.mark.slow
@@ -93,6 +94,29 @@ def test_an_upload_that_began_early_holds_up_others_no_longer_than_another(
     await_that("the end of the upload", lambda: not eyes.open_uploads())
     assert packs_of(eyes) == []
     assert status(s3_run)["step-1"] == "superseded"
+
+
+def test_an_upload_goes_on_when_its_save_has_published(s3_run: Run, tmp_path: Path) -> None:
+    """Also beside what a dead save left under the id."""
+    go, eyes = tmp_path / "die", Eyes(s3_run)
+    go.write_text("die")
+    with runs.no_flusher(s3_run), pytest.raises(AssertionError, match="rank 1 gave no answer"):
+        run_ranks(2, save, arguments_of(s3_run), [LARGE, LARGE], str(go), timeout_s=60)
+    go = tmp_path / "go"
+
+    def publish() -> None:
+        (begun,) = await_that("the upload of rank 0's shard file", eyes.upload_ids)
+        go.write_text("go on")
+        path = runs.run_path(s3_run)
+        await_that("the publish", lambda: published(path))
+        deadline = time.monotonic() + 4
+        while time.monotonic() < deadline:
+            assert eyes.upload_ids() == [begun]
+            time.sleep(0.2)
+
+    with beside(publish):
+        share_ranks(2, save, arguments_of(s3_run, **SLOW), [HUGE, SMALL], str(go))
+    end_flushers(s3_run.local)
 
 
 def fail_then_save_again(rank: int, arguments: dict[str, Any], go: str) -> None:

@@ -74,8 +74,15 @@ class Eyes:
         """Return the keys of multipart uploads that are neither completed nor aborted."""
         if self._root is not None:
             return []
+        return [upload["Key"] for upload in self._uploads()]
+
+    def upload_ids(self) -> list[str]:
+        """Return the ids of the same."""
+        return [upload["UploadId"] for upload in self._uploads()]
+
+    def _uploads(self) -> list[dict[str, Any]]:
         reply = self.client.list_multipart_uploads(Bucket=self._bucket, Prefix=f"{self._prefix}/")
-        return [upload["Key"] for upload in reply.get("Uploads") or ()]
+        return list(reply.get("Uploads") or ())
 
     def check(self) -> Checked:
         """Prove of every commit that what it claims is there, byte for byte."""
