@@ -14,6 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from dcp_tiered import TieredWriter
+from dcp_tiered.format import layout
+from dcp_tiered.format.shardfile import Header
+from dcp_tiered.tiers.posix import PosixTier
 from tests.conftest import Run, end_flushers
 from tests.integration.test_cli import credentials
 from tests.integration.test_early_packs import (
@@ -32,6 +35,7 @@ from tests.integration.test_early_packs import (
     status,
 )
 from tests.integration.test_early_packs_of_dead_saves import HUGE, SLOW, beside, marks
+from tests.property.strategies import Thing, shard_bytes
 from tests.support import runs
 from tests.support.ranks import run_ranks, share_ranks
 from tests.support.storage_check import Eyes, published
@@ -97,11 +101,23 @@ def test_an_upload_that_began_early_holds_up_others_no_longer_than_another(
 
 
 def test_an_upload_goes_on_when_its_save_has_published(s3_run: Run, tmp_path: Path) -> None:
-    """Also beside what a dead save left under the id."""
+    """Also beside what a dead save left under the id, and a save that other nodes publish."""
     go, eyes = tmp_path / "die", Eyes(s3_run)
     go.write_text("die")
     with runs.no_flusher(s3_run), pytest.raises(AssertionError, match="rank 1 gave no answer"):
         run_ranks(2, save, arguments_of(s3_run), [LARGE, LARGE], str(go), timeout_s=60)
+    header = Header(
+        checkpoint_id="with-others",
+        rank=0,
+        world_size=2,
+        local_world_size=1,
+        node="0" * 12,
+        token="0" * 16,
+        written_by="test",
+    )
+    data = shard_bytes(header, [Thing("w", None, (), (), (), b"bytes")]).data
+    local = PosixTier(runs.run_path(s3_run), s3_run.local, "local")
+    local.put(f"with-others/{layout.shard_name(0, header.token)}", data)
     go = tmp_path / "go"
 
     def publish() -> None:
