@@ -49,6 +49,7 @@ ABSENT = {
     "replication": "ReplicationConfigurationNotFoundError",
     "encryption": "ServerSideEncryptionConfigurationNotFoundError",
 }
+_ENCRYPTION = "x-amz-server-side-encryption"
 
 
 def policy_status(is_public: str) -> str:
@@ -108,6 +109,8 @@ class Bucket:
     )
     objects: dict[str, tuple[bytes, str]] = field(default_factory=dict)
     """Bytes and CRC32C header."""
+    encrypted: dict[str, str] = field(default_factory=dict)
+    """With what each object is encrypted, as its PUT asked."""
     lists_to_anybody: bool = False
 
 
@@ -328,14 +331,15 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._error(412, "PreconditionFailed")
             crc = self.headers.get("x-amz-checksum-crc32c", "")
             bucket.objects[key] = (body, crc)
-            sse = "x-amz-server-side-encryption"
-            said = {"x-amz-checksum-crc32c": crc, sse: self.headers.get(sse, ""), "ETag": '"e"'}
-            return self._reply(200, b"", said)
+            bucket.encrypted[key] = self.headers.get(_ENCRYPTION, "")
+            said = {"x-amz-checksum-crc32c": crc, "ETag": '"e"'}
+            return self._reply(200, b"", said | {_ENCRYPTION: bucket.encrypted[key]})
         if self.command in ("GET", "HEAD") and key:
             if key not in bucket.objects:
                 return self._error(404, "NoSuchKey")
             data, crc = bucket.objects[key]
             extra = {"x-amz-checksum-crc32c": crc, "x-amz-checksum-type": "FULL_OBJECT"}
+            extra[_ENCRYPTION] = bucket.encrypted.get(key, "")
             span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
             if span:
                 begin, end = int(span[1]), min(int(span[2]) + 1, len(data))
