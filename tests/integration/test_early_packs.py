@@ -179,7 +179,7 @@ def test_a_large_shard_file_leaves_before_the_save_is_over(
     assert len(commit["packs"]) == 2
     assert early in named(commit)
     assert keys(run) == named(commit), "nothing was uploaded twice"
-    run_ranks(2, load, run.durable_only(), sizes)
+    share_ranks(2, load, run.durable_only(), sizes)
 
 
 def test_small_shard_files_wait_for_each_other_and_not_for_ever(
@@ -196,7 +196,7 @@ def test_small_shard_files_wait_for_each_other_and_not_for_ever(
     assert len(packs) == 2
     assert inside.count(packs.index(early.partition("/")[2])) == 2, "ranks 0 and 1 share one"
     assert keys(s3_run) == named(commit)
-    run_ranks(3, load, s3_run.durable_only(), sizes)
+    share_ranks(3, load, s3_run.durable_only(), sizes)
 
 
 def test_a_save_that_dies_leaves_nothing_that_loads(s3_run: Run, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_save_that_dies_leaves_nothing_that_loads(s3_run: Run, tmp_path: Path)
     share_ranks(2, save, arguments_of(s3_run), sizes, str(go), "step-1", 7)
     commit = commit_of(s3_run)
     assert keys(s3_run) == named(commit) | set(seen["keys"])
-    run_ranks(2, load, s3_run.durable_only(), sizes, 7)
+    share_ranks(2, load, s3_run.durable_only(), sizes, 7)
 
 
 def test_what_an_earlier_save_left_does_not_leave_with_the_next_one(

@@ -37,7 +37,7 @@ from tests.integration.test_early_packs import (
 from tests.integration.test_early_packs_of_dead_saves import HUGE, SLOW, beside, marks
 from tests.property.strategies import Thing, shard_bytes
 from tests.support import runs
-from tests.support.ranks import run_ranks, share_ranks
+from tests.support.ranks import share_ranks
 from tests.support.storage_check import Eyes, published
 from tests.support.workers import await_that
 
@@ -102,30 +102,27 @@ def test_an_upload_that_began_early_holds_up_others_no_longer_than_another(
 
 def test_an_upload_goes_on_when_its_save_has_published(s3_run: Run, tmp_path: Path) -> None:
     """Also beside what a dead save left under the id, and a save that other nodes publish."""
-    go, eyes = tmp_path / "die", Eyes(s3_run)
-    go.write_text("die")
-    with runs.no_flusher(s3_run), pytest.raises(AssertionError, match="rank 1 gave no answer"):
-        run_ranks(2, save, arguments_of(s3_run), [LARGE, LARGE], str(go), timeout_s=60)
-    header = Header(
-        checkpoint_id="with-others",
-        rank=0,
-        world_size=2,
-        local_world_size=1,
-        node="0" * 12,
-        token="0" * 16,
-        written_by="test",
-    )
-    data = shard_bytes(header, [Thing("w", None, (), (), (), b"bytes")]).data
+    go, eyes = tmp_path / "go", Eyes(s3_run)
     local = PosixTier(runs.run_path(s3_run), s3_run.local, "local")
-    local.put(f"with-others/{layout.shard_name(0, header.token)}", data)
-    go = tmp_path / "go"
+    for checkpoint_id, local_world_size in (("step-1", 2), ("with-others", 1)):
+        header = Header(
+            checkpoint_id=checkpoint_id,
+            rank=0,
+            world_size=2,
+            local_world_size=local_world_size,
+            node="0" * 12,
+            token="0" * 16,
+            written_by="test",
+        )
+        data = shard_bytes(header, [Thing("w", None, (), (), (), b"bytes")]).data
+        local.put(f"{checkpoint_id}/{layout.shard_name(0, header.token)}", data)
 
     def publish() -> None:
         (begun,) = await_that("the upload of rank 0's shard file", eyes.upload_ids)
         go.write_text("go on")
         path = runs.run_path(s3_run)
         await_that("the publish", lambda: published(path))
-        deadline = time.monotonic() + 4
+        deadline = time.monotonic() + 3
         while time.monotonic() < deadline:
             assert eyes.upload_ids() == [begun]
             time.sleep(0.2)
@@ -234,7 +231,7 @@ def test_a_drain_leaves_runs_in_which_a_save_goes_on_for_the_end(
 
     def drain() -> None:
         await_that("rank 0's pack", lambda: "/packs/" in " ".join(eyes.keys()))
-        process = start_drain(s3_run, "12s", pack_bytes_target=MIB, linger_s=1.0)
+        process = start_drain(s3_run, "7s", pack_bytes_target=MIB, linger_s=1.0)
         said.append((process.communicate()[0], process.returncode))
         go.write_text("go on")
 

@@ -114,7 +114,7 @@ def flush(run: Run) -> tuple[int, str]:
     command = [str(Path(sys.executable).with_name("dcp-tiered")), "flush", str(run.local)]
     done = subprocess.run(
         command,
-        env={**os.environ, **credentials(run.server)},
+        env={**os.environ, **credentials(run.server), "FSSPEC_TIERED_LIMITS": '{"linger_s": 0.5}'},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
