@@ -34,6 +34,7 @@ from dcp_tiered import Limits, TieredWriter
 
 TARGET = 1.15
 _ASK_S, _REST_S = 0.01, 1.0
+_REST_BYTES = 64 << 20
 _FLUSH_S_MAX = 600.0
 _RANKS = 2
 
@@ -152,10 +153,10 @@ def _rank(rank: int, port: int, arguments: dict[str, Any], size: int, pipe: Conn
             pipe.send(checkpoint_id)
 
 
-def _rest() -> None:
+def _rest(size: int) -> None:
     """Let disk and server end what the sample before left them to do, such as to drop a bucket."""
     os.sync()
-    time.sleep(_REST_S)
+    time.sleep(_REST_S * min(1.0, size / _REST_BYTES))
 
 
 def run(options: Options) -> list[Answer]:
@@ -174,7 +175,7 @@ def run(options: Options) -> list[Answer]:
         last = Sample()
 
         def local() -> Sample:
-            _rest()
+            _rest(options.bytes)
             with harness.clock() as sample:
                 alone.save(state)
             alone.remove()
@@ -182,13 +183,13 @@ def run(options: Options) -> list[Answer]:
 
         def upload() -> Sample:
             nonlocal last
-            _rest()
+            _rest(options.bytes)
             harness.make_cold([shard])
             last = uploader.upload()
             return last
 
         def durable() -> Sample:
-            _rest()
+            _rest(options.bytes)
             with harness.clock() as sample:
                 flushed.save(state)
                 flushed.await_durable()
@@ -196,7 +197,7 @@ def run(options: Options) -> list[Answer]:
             return sample
 
         def two_ranks() -> Sample:
-            _rest()
+            _rest(options.bytes)
             with harness.clock() as sample:
                 two.save(uneven.next_id(), last.seconds / 2)
                 uneven.await_durable()

@@ -250,8 +250,10 @@ def test_a_flusher_that_is_killed_meanwhile_costs_no_second_pack(
 
     thread = threading.Thread(target=kill)
     thread.start()
-    share_ranks(3, save, arguments_of(s3_run, linger_s=0.5), sizes, str(go))
+    arguments = arguments_of(s3_run, linger_s=0.5)
+    share_ranks(3, save, arguments, sizes, str(go))
     thread.join()
+    runs.wait(arguments, "step-1")  # to the save, the killed one may have seemed alive
     commit = commit_of(s3_run)
     assert len(commit["packs"]) == 3
     assert keys(s3_run) == named(commit)
