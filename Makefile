@@ -35,9 +35,9 @@ help: ## list the targets
 
 install: $(STAMP) ## make .venv with the package and everything the checks need
 
-# Most tests wait for other processes, so four files at a time take two cores; the longest come first.
+# Most tests wait for other processes, so four files at a time take two cores.
 test: lint ## lint, then run the tests
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy and the import layers, one command for people and CI
 	$(BIN)/ruff check .

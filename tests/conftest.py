@@ -35,14 +35,6 @@ QUICK = Limits(
 )
 
 
-_LONG_FILES = ("test_kill.py", "test_benchmarks.py", "test_cut_off_nodes.py")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, so that no worker is left alone with one of them in the end."""
-    items.sort(key=lambda item: item.path.name not in _LONG_FILES)
-
-
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedS3]:
     """Run one real S3 server for the whole session."""
