@@ -279,7 +279,8 @@ def test_a_save_that_failed_keeps_no_flusher(s3_run: Run, tmp_path: Path) -> Non
     assert len(packs_of(Eyes(s3_run))) == 1, "the pack that left before the save failed"
 
 
-def drain(run: Run, deadline: str) -> subprocess.Popen[str]:
+def start_drain(run: Run, deadline: str, **changes: Any) -> subprocess.Popen[str]:
+    """Drain as an operator does, with the limits of tests and packs of one MiB."""
     assert run.server is not None
     command = [str(Path(sys.executable).with_name("dcp-tiered")), "drain", str(run.local)]
     limits = {name: getattr(run.limits, name) for name in ("linger_s", "poll_s", "takeover_s")}
@@ -288,7 +289,7 @@ def drain(run: Run, deadline: str) -> subprocess.Popen[str]:
         env={
             **os.environ,
             **credentials(run.server),
-            "FSSPEC_TIERED_LIMITS": json.dumps({**limits, "pack_bytes_target": MIB}),
+            "FSSPEC_TIERED_LIMITS": json.dumps({**limits, "pack_bytes_target": MIB} | changes),
         },
         stdout=subprocess.PIPE,
         text=True,
@@ -302,9 +303,9 @@ def test_a_drain_waits_for_the_save_that_goes_on(s3_run: Run, tmp_path: Path) ->
 
     def watch() -> None:
         await_that("rank 0's pack", lambda: packs_of(eyes), HELD_S - 40)
-        first = drain(s3_run, "4s")
+        first = start_drain(s3_run, "4s")
         said["first"] = first.communicate(), first.returncode
-        second = drain(s3_run, "60s")
+        second = start_drain(s3_run, "60s")
         go.write_text("go on")
         said["second"] = second.communicate(), second.returncode
 

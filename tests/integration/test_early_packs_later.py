@@ -1,9 +1,6 @@
 """Uploads that began early and outlive their save; and drains beside saves that go on."""
 
-import json
-import os
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,11 +15,9 @@ from dcp_tiered.format import layout
 from dcp_tiered.format.shardfile import Header
 from dcp_tiered.tiers.posix import PosixTier
 from tests.conftest import Run, end_flushers
-from tests.integration.test_cli import credentials
 from tests.integration.test_early_packs import (
     HELD_S,
     LARGE,
-    MIB,
     SMALL,
     Held,
     arguments_of,
@@ -31,6 +26,7 @@ from tests.integration.test_early_packs import (
     named,
     packs_of,
     save,
+    start_drain,
     state_of,
     status,
 )
@@ -42,21 +38,6 @@ from tests.support.storage_check import Eyes, published
 from tests.support.workers import await_that
 
 pytestmark = pytest.mark.slow
-
-
-def start_drain(run: Run, deadline: str, **limits: Any) -> subprocess.Popen[str]:
-    assert run.server is not None
-    command = [str(Path(sys.executable).with_name("dcp-tiered")), "drain", str(run.local)]
-    return subprocess.Popen(
-        [*command, "--deadline", deadline],
-        env={
-            **os.environ,
-            **credentials(run.server),
-            "FSSPEC_TIERED_LIMITS": json.dumps(limits),
-        },
-        stdout=subprocess.PIPE,
-        text=True,
-    )
 
 
 def one_large_then_small(rank: int, arguments: dict[str, Any], go: str) -> None:
@@ -180,7 +161,7 @@ def test_a_drain_finds_what_a_flusher_with_another_target_sent(s3_run: Run, tmp_
     def drain() -> None:
         await_that("two packs", lambda: len(packs_of(eyes)) >= 2, HELD_S - 40)
         end_flushers(s3_run.local)
-        process = start_drain(s3_run, "40s")
+        process = start_drain(s3_run, "40s", pack_bytes_target=1 << 30)
         go.write_text("go on")
         said.append((process.communicate()[0], process.returncode))
 
@@ -206,7 +187,7 @@ def test_a_drain_waits_for_a_save_although_another_checkpoint_is_hopeless(
 
     def drain() -> None:
         await_that("rank 0's pack", lambda: packs_of(eyes), HELD_S - 40)
-        process = start_drain(s3_run, "60s", pack_bytes_target=MIB)
+        process = start_drain(s3_run, "60s")
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(4)
         go.write_text("go on")
@@ -231,7 +212,7 @@ def test_a_drain_leaves_runs_in_which_a_save_goes_on_for_the_end(
 
     def drain() -> None:
         await_that("rank 0's pack", lambda: "/packs/" in " ".join(eyes.keys()))
-        process = start_drain(s3_run, "7s", pack_bytes_target=MIB, linger_s=1.0)
+        process = start_drain(s3_run, "7s")
         said.append((process.communicate()[0], process.returncode))
         go.write_text("go on")
 
